@@ -69,7 +69,7 @@ complete -c honectl -n '_shtab_honectl_using init' -l name -x -d 'name of the jo
 complete -c honectl -n '_shtab_honectl_using init' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'job file to write (default: NAME.yaml)'
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a convert -d 'convert settings or a command line of axolotl, LLaMA-Factory or TRL, an Unsloth script or an OpenAI request to a job file'
 complete -c honectl -n '_shtab_honectl_using convert' -s h -l help -d 'show this help message and exit'
-complete -c honectl -n '_shtab_honectl_using convert' -l from -xka "axolotl llamafactory trl unsloth openai" -d 'tool that the settings are of (default: told by their keys)'
+complete -c honectl -n '_shtab_honectl_using convert' -l from -xka "axolotl llamafactory trl unsloth openai" -d 'tool that the settings are of (default: recognized by their keys)'
 complete -c honectl -n '_shtab_honectl_using convert' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'write a new file instead of printing'
 complete -c honectl -n '_shtab_honectl_using convert; and test $_shtab_honectl_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a .yaml, .json, .py, .ipynb or .sh file, or in quotes the command line that starts the training, such as '"'"'trl sft --model_name_or_path …'"'"'; none of it is run'
 complete -c honectl -n '_shtab_honectl_using; and test $_shtab_honectl_npos -eq 0' -a schema -d 'print the JSON Schema of job files, for editors'

@@ -89,7 +89,7 @@ _shtab_honectl_compare_defaults_added=0
 
 _shtab_honectl_convert_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--from[tool that the settings are of (default\: told by their keys)]:tool:(axolotl llamafactory trl unsloth openai)"
+  "--from[tool that the settings are of (default\: recognized by their keys)]:tool:(axolotl llamafactory trl unsloth openai)"
   {-o,--output}"[write a new file instead of printing]:FILE:_files"
   ":a .yaml, .json, .py, .ipynb or .sh file, or in quotes the command line that starts the training, such as \'trl sft --model_name_or_path \…\'\; none of it is run:_files"
 )

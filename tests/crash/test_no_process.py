@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from honed.daemon.arrivals.checker import Checker
+from honed.daemon.arrivals.line import Request
 from honed.run.helper import children
 from honed.run.reply import Refused
 from honed.spec.config import Config
@@ -25,7 +26,7 @@ def test_an_arrival_is_checked_once_a_process_is_to_be_had(tmp_path: Path, caplo
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no pipe for a helper
     try:
-        checker.submit(1, PersonPath.own(spec_path), Config())
+        checker.submit(Request(1, PersonPath.own(spec_path), Config()))
         assert checker.poll() == []
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -315,18 +315,12 @@ class Subject:
                 self.moments.around(module, name)
 
     def _check(self, name: str, swap: str, path: Path) -> str:
+        from honed.check.checklist import Asked
         from honed.system.error import HonedError
 
         try:
-            self._preflight.check(
-                Path("spec.json"),
-                data=json.dumps(job_of(name, swap, path)).encode(),
-                layout=self._layout,
-                config=self._config,
-                device=self._device,
-                uid=self._uid,
-                progress=self.moments.pass_one,
-            )
+            asked = Asked(self._layout, self._config, self._device, uid=self._uid, progress=self.moments.pass_one)
+            self._preflight.check(Path("spec.json"), asked, json.dumps(job_of(name, swap, path)).encode())
         except HonedError as error:
             return f"{error.code}: {error.told}"
         return "in order"

@@ -178,7 +178,8 @@ LIST = COMPLETION - {"honed.cli.job_numbers"} | {
         "honed.cli.nearest",
         "honed.cli.terminal",
     ),
-    *("honed.job", "honed.job.change", "honed.job.job", "honed.job.progress", "honed.system.clock"),
+    *("honed.job", "honed.job.change", "honed.job.job", "honed.job.progress"),
+    *("honed.system.argument", "honed.system.clock"),
     *("argparse", "dataclasses", "decimal", "inspect", "pygments", "rich", "shutil"),
 }
 HEAVY = {

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from honed.check import preflight
+from honed.check.checklist import Asked
 from honed.spec import jobfile
 from honed.spec.config import Config
 from honed.system.device import cpu
@@ -69,7 +70,7 @@ class Found:
         document = {"base_model": str(self.base), "datasets": [{"path": str(self.rows)}], **SHORT, **self.spec}
         spec_path.write_text(json.dumps({key: value for key, value in document.items() if value is not None}))
         config = Config.model_validate({"policy": self.policy})
-        verdict = preflight.check(spec_path, layout=self.layout, config=config, device=cpu(), job_id=1)
+        verdict = preflight.check(spec_path, Asked(self.layout, config=config, device=cpu(), job_id=1))
         self.warnings = verdict.warnings
         job_dir = self.layout.job(1).dir
         job_dir.mkdir()

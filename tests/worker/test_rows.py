@@ -81,7 +81,7 @@ def test_rows_do_not_depend_on_the_number_of_processes(tmp_path: Path, chat: Cha
 
 def test_the_tokens_and_labels_are_those_of_the_row(tmp_path: Path, chat: ChatFormat) -> None:
     found = write(tmp_path, chat, rows(300))
-    tokens = found.dataset(has_media=False)
+    tokens = found.dataset()
     assert tokens.column_names == ["input_ids", "labels"]
     for place, example in enumerate(rows(300)):
         if found.column("fate")[place] != Fate.KEPT:
@@ -188,11 +188,13 @@ def test_an_entry_that_has_changed_is_damaged(tmp_path: Path, chat: ChatFormat) 
 
 
 def test_a_batch_without_rows_left_is_written(tmp_path: Path) -> None:
-    empty = Batch(np.zeros(0, "int32"), np.zeros(0, bool), {n: np.zeros(0, kind) for n, kind in NUMBERS.items()}, [])
+    empty = Batch(
+        np.zeros(0, "int32"), np.zeros(0, bool), {n: np.zeros(0, kind) for n, kind in NUMBERS.items()}, [], []
+    )
     writer = Writer(tmp_path)
     writer.write([], empty)
     found = writer.finish(COUNTS, "entry")
-    assert (len(found), found.column("length").size, len(found.dataset(has_media=False))) == (0, 0, 0)
+    assert (len(found), found.column("length").size, len(found.dataset())) == (0, 0, 0)
 
 
 # --- in a job --------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from honed.check import preflight
+from honed.check.checklist import Asked
 from honed.cli import honectl, terminal
 from honed.inputs import basemodel, dataset, media, row
 from honed.inputs.row import RowError
@@ -666,7 +667,7 @@ def _run_model_file(directory: Path, example: tuple[str, bytes]) -> None:
     try:
         with refusing(HonedError), contextlib.redirect_stderr(io.StringIO()) as said:
             try:
-                preflight.check(path, layout=Layout(work / "root"), config=Config(), device=cpu())
+                preflight.check(path, Asked(Layout(work / "root"), config=Config(), device=cpu()))
             except HonedError as error:
                 assert error.code != "error", said.getvalue()
                 raise

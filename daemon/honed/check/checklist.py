@@ -23,7 +23,7 @@ from honed.check import (
 from honed.check.policy import Policy, inputs
 from honed.inputs import basemodel
 from honed.inputs.basemodel import AdapterInfo, BaseModelInfo, UncachedError
-from honed.job.plan_file import DatasetPlace, Precision
+from honed.job.plan_file import DatasetPlace, Earlier
 from honed.plan import loss, pace, parallel, plan, position, remedy, rung
 from honed.plan.plan import Plan
 from honed.run.rehearsed import STAGE, Kept
@@ -32,7 +32,7 @@ from honed.spec import kind, recipient, spec
 from honed.spec.config import Config, devices
 from honed.spec.spec import JobSpec
 from honed.spec.sweep import Member
-from honed.system import device, installed, training
+from honed.system import device, installed, record, training
 from honed.system.device import Device
 from honed.system.error import EnvironmentInvalidError, MemoryShortError, SpecError
 from honed.system.layout import Layout
@@ -64,26 +64,23 @@ class Verdict:
         made = {}
         for key, place in self.hub_datasets.items():
             section, _, number = key.partition(".")
-            made[key] = place.as_dict(sets[section][int(number)].path)
+            made[key] = {"repo_id": sets[section][int(number)].path, **record.as_dict(place)}
         return made
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of `check` other than the job file."""
+    """What a check is asked, other than the job file."""
 
     layout: Layout
     config: Config
-    device: Device | None
-    job_id: int | None
-    jobs: Mapping[str, Path]
-    commit: str | None
-    dataset_commits: Mapping[str, str]
-    pinned: Precision | None
-    uid: int | None
-    progress: Progress
-    cache: datacheck.Cache | None
-    keep: Callable[[Kept], None]
+    device: Device | None = None  #: the one that the job is planned for; None: the first of this machine
+    job_id: int | None = None
+    uid: int | None = None  #: the submitter; None: the calling user
+    earlier: Earlier = field(default_factory=Earlier)
+    progress: Progress = lambda _stage: None
+    cache: datacheck.Cache | None = None  #: of a caller that checks many jobs: data sets are looked at once
+    keep: Callable[[Kept], None] = lambda _answer: None  #: called with the answer of a rehearsal
 
     @property
     def has_network(self) -> bool:
@@ -128,14 +125,14 @@ class _Checking:
             return
         self.asked.progress("base model")
         try:
-            self.model = modelcheck.inspect(self.spec, self.asked.layout, self.asked.config, self.asked.jobs)
+            self.model = modelcheck.inspect(self.spec, self.asked.layout, self.asked.config, self.asked.earlier.jobs)
         except UncachedError as error:
             self.missing.append(error.missing)
 
     def check_adapter(self) -> None:
         if "adapter" not in self.waits_for:
             self.asked.progress("adapter")
-            self.adapter = modelcheck.inspect_adapter(self.spec, self.asked.jobs)
+            self.adapter = modelcheck.inspect_adapter(self.spec, self.asked.earlier.jobs)
         if self.adapter is not None and self.model is not None:
             basemodel.check_fits(self.adapter, self.model)
             target.check_adapter(self.adapter, self.model)
@@ -228,7 +225,7 @@ class _Checking:
 
     def _planned(self, changed: JobSpec, device: Device) -> Plan:
         assert self.model is not None
-        pinned = self.asked.pinned
+        pinned = self.asked.earlier.pinned
         return plan.make(
             changed,
             self.model,
@@ -279,14 +276,14 @@ _CHECKS: tuple[tuple[Callable[[_Checking], None], bool], ...] = (
 
 def run(job_spec: JobSpec, asked: Asked, missing: Missing | None) -> Verdict:
     """Make all checks of a job that is valid in itself. `missing`: a data set that must be fetched first."""
-    if asked.commit is not None:
-        job_spec = job_spec.model_copy(update={"revision": asked.commit})
+    if asked.earlier.commit is not None:
+        job_spec = job_spec.model_copy(update={"revision": asked.earlier.commit})
     _check_policy(job_spec, asked.config)
     if training.is_missing():
         raise EnvironmentInvalidError(training.MISSING, hint=training.REMEDY)
     asked.progress("permissions")
-    _check_rights(job_spec, asked.rights, asked.config, asked.jobs)
-    waits_for = {key: name for key, name in spec.references(job_spec).items() if name not in asked.jobs}
+    _check_rights(job_spec, asked.rights, asked.config, asked.earlier.jobs)
+    waits_for = {key: name for key, name in spec.references(job_spec).items() if name not in asked.earlier.jobs}
     checking = _Checking(job_spec, asked, waits_for, [missing] if missing is not None else [], _of_itself(job_spec))
     for check, needs_all in _CHECKS:
         if checking.is_whole or not needs_all:
@@ -313,7 +310,6 @@ def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[De
 
 
 def _num_like(target: Device, job_spec: JobSpec, config: Config) -> int:
-    """Return how many devices like this one the machine has."""
     found = devices(config, job_spec.resources.profile) if target.kind == "cuda" else []
     return sum(device.are_alike(item, target) for item in found) or 1
 

@@ -344,7 +344,6 @@ def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec
 
 
 def _shared(held_out: DatasetSpec, trained: DatasetSpec) -> str:
-    """Return the first file that two data sets have in common; empty if there is none."""
     places = {_place(file) for file in files_of(trained)}
     return str(next((file for file in files_of(held_out) if _place(file) in places), ""))
 

@@ -163,7 +163,6 @@ def check_merge(job_spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | 
 
 
 def _unmerged(job_spec: JobSpec) -> Fix:
-    """Return the fix that trains without what needs a merge; none for a job of kind merge."""
     return {item.key: None for item in export.asked(job_spec) if item.adapter_reason}
 
 

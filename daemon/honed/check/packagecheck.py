@@ -129,7 +129,6 @@ def _check_liger(job_spec: JobSpec, planned_for: Device) -> None:
 
 
 def _check_there(key: str, module: str, wanted: str) -> None:
-    """Raise EnvironmentInvalidError if a module is missing, or its package is older than `wanted`."""
     package, _, oldest = wanted.partition(">=")
     found = installed.version(package)
     if importlib.util.find_spec(module) is None:

@@ -62,7 +62,6 @@ def output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None, rights: Po
 
 
 def _free(path: Path) -> Path:
-    """Return the path, or the first of `path-2`, `path-3`, … that does not exist."""
     return next(
         each
         for number in itertools.count(1)

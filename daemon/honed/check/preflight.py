@@ -14,7 +14,8 @@ line of JSON, and so is an answer. The helper's current stage is kept in a file,
 timeout:
 
     < {"ready": true}
-    > {"id": 7, "spec_name": "spec.yaml", "spec": "…, in base 64", "config": {…}, "device": {…} | null}
+    > {"id": 7, "spec_name": "spec.yaml", "spec": "…, in base 64", "config": {…}, "device": {…} | null,
+       "uid": 1000 | null, "earlier": {"jobs", "commit", "dataset_commits", "pinned"}}
     < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […], "waits_for": {…},
        "needs_fetch": {"repo_id", "revision", "repo_type", …} | null, …}
     < {"id": 7, "ok": false, "error": {"code", "message", "hint", "evidence"?, "fix"?}}
@@ -35,7 +36,6 @@ import socket
 import stat
 import sys
 import traceback
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -49,7 +49,7 @@ from honed.check.checklist import Asked, Progress, Verdict
 from honed.check.policy import Policy, inputs
 from honed.inputs import hubdata, modality
 from honed.job import entitlement
-from honed.job.plan_file import PlanFile, Precision
+from honed.job.plan_file import Earlier, PlanFile
 from honed.run.helper import READY, STAGE_BYTES
 from honed.run.rehearsed import Kept
 from honed.run.reply import Answer, Passed, Refused
@@ -59,7 +59,7 @@ from honed.spec.document import Document
 from honed.spec.spec import JobSpec
 from honed.spec.sweep import Member
 from honed.system import layout as layouts
-from honed.system import niceness, python, quote
+from honed.system import niceness, python, quote, record
 from honed.system.device import Device
 from honed.system.error import (
     DatasetError,
@@ -77,60 +77,26 @@ from honed.system.log import trace
 MAX_HELPER_BYTES = 4 * 1024**3
 
 
-def check(
-    spec_path: Path,
-    *,
-    layout: Layout,
-    config: Config,
-    device: Device | None = None,
-    job_id: int | None = None,
-    jobs: Mapping[str, Path] | None = None,
-    data: bytes | None = None,
-    commit: str | None = None,
-    dataset_commits: Mapping[str, str] | None = None,
-    pinned: Precision | None = None,
-    uid: int | None = None,
-    progress: Progress = lambda _stage: None,
-    cache: datacheck.Cache | None = None,
-    keep: Callable[[Kept], None] = lambda _answer: None,
-) -> Verdict:
+def check(spec_path: Path, asked: Asked, data: bytes | None = None) -> Verdict:
     """Check a job file and everything it names. Raises a HonedError with place, cause and remedy for the first fault.
 
-    `device` is the one that the job is planned for, by default the first of this machine. `jobs` has the output
-    directories of finished jobs, for `job:NAME`. If one is missing, or the base model or a data set has yet to be
-    fetched, the rest is checked and nothing is planned. `data` is the file's content if it was read before; the
-    file's name tells its format. `commit` is the commit that a hub id's branch meant when the job was accepted,
-    `dataset_commits` the same of data sets, by key, and `pinned` the precision of the job's earlier plan. `uid` is
-    the submitter, by default the calling user. `cache` is for callers that check many jobs: data sets are looked at
-    once. `keep` is called with the answer of a rehearsal.
-    An unforeseen exception becomes an InternalError, with its traceback on stderr.
+    If the output of a job that it names is missing, or the base model or a data set has yet to be fetched, the rest is
+    checked and nothing is planned. `data` is the file's content if it was read before; the file's name tells its
+    format. An unforeseen exception becomes an InternalError, with its traceback on stderr.
     """
+    layout, config = asked.layout, asked.config
     try:
-        asked = Asked(
-            layout,
-            config,
-            device,
-            job_id,
-            jobs or {},
-            commit,
-            dataset_commits or {},
-            pinned,
-            uid,
-            progress,
-            cache,
-            keep,
-        )
-        progress("spec")
+        asked.progress("spec")
         parsed = jobfile.read(spec_path, data, max_bytes=config.spool.max_spec_bytes)
         try:
             members = _members(parsed, config)
             job_spec = jobfile.of(parsed)
-            submitter = os.getuid() if uid is None else uid
+            submitter = os.getuid() if asked.uid is None else asked.uid
             clustercheck.require_user(layout, config, submitter)
             entitlement.require_class(config, job_spec.job_class, submitter)
             with modality.naming(job_spec.parts.patterns):
                 job_spec, places, missing = hubdata.located(
-                    job_spec, layout.cache_dir, allow_hub=config.policy.hub, commits=asked.dataset_commits
+                    job_spec, layout.cache_dir, allow_hub=config.policy.hub, commits=asked.earlier.dataset_commits
                 )
                 verdict = replace(checklist.run(job_spec, asked, missing), hub_datasets=places, members=members)
         except HonedError as error:
@@ -257,22 +223,18 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
         request = json.loads(line)
         request_id = request["id"]
         config = Config.model_validate(request["config"])
-        verdict = check(
-            Path(request["spec_name"]),
-            data=base64.b64decode(request["spec"]),
-            layout=layout,
-            config=config,
-            device=Device.from_dict(request["device"]) if request.get("device") else None,
-            job_id=request_id,
-            jobs={name: Path(path) for name, path in (request.get("jobs") or {}).items()},
-            commit=request.get("commit"),
-            dataset_commits=request.get("dataset_commits"),
-            pinned=Precision.from_dict(request["pinned"]) if request.get("pinned") else None,
-            uid=request.get("uid"),
-            progress=progress,
-            cache=cache,
-            keep=kept.append,
+        asked = Asked(
+            layout,
+            config,
+            record.read(Device, request["device"]) if request["device"] else None,
+            request_id,
+            request["uid"],
+            record.read(Earlier, request["earlier"]),
+            progress,
+            cache,
+            kept.append,
         )
+        verdict = check(Path(request["spec_name"]), asked, base64.b64decode(request["spec"]))
     except HonedError as error:
         if isinstance(error, InternalError) and error.__cause__ is not None:
             print(trace(error.__cause__), file=journal)
@@ -283,7 +245,7 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
     return Passed(
         id=request_id,
         spec=verdict.spec.model_dump(mode="json"),
-        plan=_plan_file(verdict, Policy.of(layout, config, request.get("uid"))),
+        plan=_plan_file(verdict, Policy.of(layout, config, request["uid"])),
         output_dir=str(verdict.output_dir),
         warnings=tuple(map(quote.hide, verdict.warnings)),
         lines=verdict.lines,

@@ -151,8 +151,8 @@ def _examples(found: dataset.Inspection) -> list[Example]:
 
 
 def _num_chars(example: Example) -> int:
-    said = [str(message.get("content") or "") for message in example.messages or ()]
-    return sum(map(len, [example.prompt or "", example.completion or "", example.text or "", *said]))
+    texts = [str(message.get("content") or "") for answer in example.answers for message in answer.messages]
+    return sum(map(len, [example.prompt, example.completion, example.text, *texts]))
 
 
 def _encoded(chat: ChatFormat, examples: Sequence[Example]) -> _Looked:
@@ -196,9 +196,9 @@ def _told(job_spec: JobSpec, chat: ChatFormat, each: DatasetSpec, seen: _Looked)
     cut_at = job_spec.training.cut_at
     if cut_at is None or not chat.tokenizer.counts:
         return
-    cut_off = [row for row in seen.encoded if not any(row.trained[1:cut_at])]
-    cut = [row for row in seen.encoded if len(row.input_ids) > cut_at]
-    longest = max((len(row.input_ids) for row in seen.encoded), default=0)
+    cut_off = [row for row in seen.encoded if not row.truncate(cut_at).num_predicted]
+    cut = [row for row in seen.encoded if row.longest > cut_at]
+    longest = max((row.longest for row in seen.encoded), default=0)
     if len(cut_off) == len(seen.encoded):
         raise DatasetError(
             f"{each.path}: nothing in {first} is trained on: the assistant's text begins after token {cut_at}, where "

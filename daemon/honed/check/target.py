@@ -484,7 +484,6 @@ def _check_layers(lora: LoraSpec, modules: Modules, model: BaseModelInfo, parts:
 
 
 def _is_known(name: str, modules: Modules) -> bool:
-    """Return True if a module may have this name, or end in it."""
     return bool(_matching(name, modules.all)) or modules.may_have(name.rpartition(".")[2])
 
 
@@ -513,7 +512,6 @@ def _last_names(modules: Modules) -> set[str]:
 
 
 def _tops(modules: Modules) -> set[str]:
-    """Return the names of the modules outside of the layers: embeddings, head, final norm."""
     return {
         name.rpartition(".")[2] for name in modules.layers | modules.flat if not re.search(r"\.\d+(\.|$)", name)
     } or {"no module outside its layers"}

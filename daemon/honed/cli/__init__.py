@@ -1,1 +1,1 @@
-"""honectl, a module for each group of verbs; doctor, sandbox, and the reference pages."""
+"""honectl, one module per group of verbs; doctor and sandbox."""

@@ -45,7 +45,8 @@ def rerun(instance: Instance, options: argparse.Namespace) -> int:
     content["name"] = options.name or _free_name(instance, job["name"])
     text, _ = relative.absolute(to_text(content), ".yaml", Path.cwd())
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
-        path = Path(directory) / f"{_file_name(content['name'])}.yaml"
+        stem = re.sub(r"[^\w.-]", "-", content["name"]).lstrip(".-")[:80] or "rerun"
+        path = Path(directory) / f"{stem}.yaml"
         path.write_bytes(text)
         try:
             checked = draft.check_one(instance, path)
@@ -75,19 +76,26 @@ def in_options(error: HonedError, settings: Sequence[str]) -> HonedError:
         return error
     given = [setting.partition("=")[0].strip() for setting in settings]
     problems, right, alone = [], dict[str, Any](), _alone(settings)
-    for found in error.problems:
-        ours = next((key for key in given if f"{found.key}.".startswith(f"{key}.")), None)
+    for theirs in error.problems:
+        ours = next((key for key in given if f"{theirs.key}.".startswith(f"{key}.")), None)
         # The file may have the right key, too; but it is the wrong one that was meant to be set.
-        each = alone.get(found.key, found) if ours is not None else found
-        told = each if ours is None else replace(each, key="", message=f"--set {each.key}: {each.message}")
-        problems.append(replace(told, line=None))
-        right |= {key: value for key, value in each.fix.items() if ours is not None and value is not None}
+        problem_of_ours = alone.get(theirs.key, theirs) if ours is not None else theirs
+        reported = (
+            problem_of_ours
+            if ours is None
+            else replace(problem_of_ours, key="", message=f"--set {problem_of_ours.key}: {problem_of_ours.message}")
+        )
+        problems.append(replace(reported, line=None))
+        right |= {key: value for key, value in problem_of_ours.fix.items() if ours is not None and value is not None}
     made = InvalidSpecError(problems)
     made.is_refusal = error.is_refusal
     if right:
-        made.hint = (
-            "did you mean " + " ".join(f"--set {shlex.quote(f'{key}={_written(right[key])}')}" for key in right) + "?"
-        )
+        written = {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in right.items()
+        }
+        options = " ".join(f"--set {shlex.quote(f'{key}={text}')}" for key, text in written.items())
+        made.hint = f"did you mean {options}?"
     return made
 
 
@@ -102,10 +110,6 @@ def _alone(settings: Sequence[str]) -> dict[str, Problem]:
     return {}
 
 
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def content_of(instance: Instance, job: Shown) -> dict[str, Any]:
     """Return the content of a job's file as it was submitted. Raises EnvironmentInvalidError if it is gone."""
     try:
@@ -115,8 +119,8 @@ def content_of(instance: Instance, job: Shown) -> dict[str, Any]:
         raise EnvironmentInvalidError(
             f"job {job['id']} ({job['name']}) has no job file any more", hint="submit its job file again"
         ) from None
-    found: dict[str, Any] = document.parse(data, path.suffix).data
-    return found
+    content: dict[str, Any] = document.parse(data, path.suffix).data
+    return content
 
 
 def changed(content: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
@@ -170,8 +174,3 @@ def _free_name(instance: Instance, name: str) -> str:
     while instance.jobs(names=[made := f"{stem[: _MAX_NAME - len(str(number)) - 1]}-{number}"]):
         number += 1
     return made
-
-
-def _file_name(name: str) -> str:
-    """Return a name for the file of a job with this name."""
-    return re.sub(r"[^\w.-]", "-", name).lstrip(".-")[:80] or "rerun"

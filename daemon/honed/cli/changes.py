@@ -24,7 +24,7 @@ def change(instance: Instance, options: argparse.Namespace) -> int:
         except HonedError as error:
             if len(options.ids) == 1:
                 raise
-            # A job that refuses the change does not stop the others, and the answer covers each of them.
+            # A job that refuses the change does not stop the others, and the answer covers them all.
             status = status or terminal.status_of(error)
             changed.append({"id": reference, "error": error.as_dict()})
             if not options.json:
@@ -42,22 +42,22 @@ def _each(instance: Instance, verb: str, reference: str) -> list[str]:
     """Return the jobs of a sweep that a verb applies to, if the reference names a sweep and no job; else itself."""
     if not (jobs := members.of(instance, reference)):
         return [reference]
-    found = [str(job["id"]) for job in jobs if job["state"] in CHANGES[verb].states]
+    ids = [str(job["id"]) for job in jobs if job["state"] in CHANGES[verb].states]
     if verb == "requeue" and (early := [str(job["id"]) for job in jobs if job["outcome"] == STOPPED_EARLY]):
         stay = (
             "1 job that it stopped early stays" if len(early) == 1 else f"{len(early)} jobs that it stopped early stay"
         )
-        found = [item for item in found if item not in early]
-        if not found:
+        ids = [item for item in ids if item not in early]
+        if not ids:
             raise UsageError(
                 f"sweep {reference}: no job failed or was cancelled but the {len(early)} that it stopped early",
                 hint=f"honectl requeue {' '.join(early)}",
             )
         note = f"sweep {reference}: {stay} as {'it is' if len(early) == 1 else 'they are'}; name one to continue it"
         print(terminal.plain(note), file=sys.stderr)
-    if not found:
+    if not ids:
         raise UsageError(f"sweep {reference}: none of its {len(jobs)} jobs is {' or '.join(CHANGES[verb].states)}")
-    return found
+    return ids
 
 
 def _became(verb: str, job: ChangedRow) -> str:

@@ -1,11 +1,11 @@
-"""The columns of `honectl list`, and what it sorts and filters by: one name for each.
+"""The columns of `honectl list`, and what it sorts and filters by, under one name.
 
 --sort score            by a column, the smallest first; --sort=-score: the largest first
 --filter KEY=VALUE      equal, regardless of case        --filter KEY~TEXT    contains
 --filter KEY>NUMBER     also <, >= and <=                --filter KEY!=VALUE  differs
 --filter elapsed>1.5h   a duration: 40, 40s, 5 min, 1.5h or 2d
 
-A filter that no job could ever meet is refused, with the nearest value.
+A filter that no job could ever meet is rejected, with the nearest value.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def _column(title: str, value: Callable[[Row], Value], *, limit: int | None = No
 
 
 def _number(key: str, title: str) -> Column:
-    return Column(title, lambda row: _progress(row, key), lambda row: _figure(_progress(row, key)), is_right=True)
+    def text(row: Row) -> str:
+        return "" if (value := _progress(row, key)) is None else figure(value)
+
+    return Column(title, lambda row: _progress(row, key), text, is_right=True)
 
 
 def _progress(row: Row, key: str) -> float | None:
@@ -67,20 +70,12 @@ def _progress(row: Row, key: str) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-def _figure(value: float | None) -> str:
-    return "" if value is None else figure(value)
-
-
 def outcome(row: Row) -> str:
-    """Return a job's outcome with what has to be said about it."""
+    """Return a job's outcome with its remark."""
     remark = f"but {row['remark']}" if row.get("remark") else ""
     preemption = row.get("preemption")
     ended = f"preempted: {preemption['reason']}" if preemption else row["outcome"]
     return ", ".join(filter(None, [ended, remark, "pinned" if row.get("is_pinned") else ""]))
-
-
-def _code(row: Row) -> tuple[str, ...]:
-    return (row["outcome"],) if row["outcome"] else ()
 
 
 def _score(row: Row) -> float | None:
@@ -106,7 +101,6 @@ def _swept(row: Row) -> str | None:
 
 
 def _sweep_names(row: Row) -> tuple[str, ...]:
-    """Return what a sweep is named by."""
     return (str(group["id"]), group["name"].lower()) if (group := row.get("group")) else ()
 
 
@@ -122,7 +116,9 @@ COLUMNS: dict[str, Column] = {
     "name": _column("name", lambda row: row["name"], limit=40),
     "sweep": Column("sweep", _swept, _plain(_swept, limit=60), words=_sweep_names),
     "state": Column("state", terminal.state_words, _plain(terminal.state_words), words=lambda row: (row["state"],)),
-    "outcome": Column("outcome", outcome, _plain(outcome), words=_code),
+    "outcome": Column(
+        "outcome", outcome, _plain(outcome), words=lambda row: (row["outcome"],) if row["outcome"] else ()
+    ),
     "priority": Column(
         "priority",
         lambda row: row["priority"],
@@ -242,27 +238,27 @@ def _outcomes() -> list[str]:
 
 
 def _test(text: str, known: Known) -> Callable[[Row], bool]:
-    found = _FILTER.fullmatch(text)
-    if found is None:
+    match = _FILTER.fullmatch(text)
+    if match is None:
         raise UsageError(
             f"--filter {text!r} is not a comparison",
             hint="write KEY=VALUE, KEY~TEXT or KEY>NUMBER: --filter 'loss<1.5'",
         )
-    column, sign, value = named(found["key"]), found["sign"], found["value"].strip().lower()
+    column, sign, value = named(match["key"]), match["sign"], match["value"].strip().lower()
     name = next(name for name, item in COLUMNS.items() if item is column)
     if sign in ("=", "!=") and value.startswith("="):
-        hint = f"write one =: --filter '{found['key']}{sign}{value.lstrip('=').strip()}'"
+        hint = f"write one =: --filter '{match['key']}{sign}{value.lstrip('=').strip()}'"
         raise UsageError(f"--filter {text!r}: no {name} begins with =", hint=hint)
     is_number = column.is_right or name == "score"
     if sign in _OPERATORS and not is_number:
-        hint = f"use = or ~: --filter '{name}~{found['value']}'"
+        hint = f"use = or ~: --filter '{name}~{match['value']}'"
         raise UsageError(f"--filter {text!r}: {name} is no number", hint=hint)
     if is_number and sign != "~":
         value = _as_number(name, value)
         try:
             bound = float(value)
         except ValueError:
-            hint = f"use ~ for text: --filter '{found['key']}~{found['value']}'"
+            hint = f"use ~ for text: --filter '{match['key']}~{match['value']}'"
             if name in _DURATIONS:
                 hint = f"write a number of seconds, or with a unit: --filter '{name}{sign}90 min', 1.5h or 2d"
             raise UsageError(f"--filter {text!r} compares with something that is not a number", hint=hint) from None

@@ -1,4 +1,4 @@
-"""The command line of honectl: its verbs, their options, and the function that runs each.
+"""The command line of honectl: its verbs, their options, and the function that runs a verb.
 
 A new verb is a function of an Instance and the options, and a line in its group below. The module of a verb is imported
 only when it runs.
@@ -12,39 +12,48 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from honed import __version__
 from honed.cli import nearest
 from honed.job.change import CHANGES
 from honed.job.job import State
+from honed.system import argument
 from honed.system import layout as layouts
 
 if TYPE_CHECKING:
     from honed.cli.instance import Instance
 
-#: A verb: a function of an Instance and the options that returns the exit status, and its place, `module:function`.
+#: A verb: a function of an Instance and the options that returns the exit status, and its target, `module:function`.
 Run = Callable[["Instance", argparse.Namespace], int]
-Place = str
+Target = str
 
 
-def find(place: Place) -> Any:
+def find(target: Target) -> Any:
     """Import and return the function at `module:function`, a module of honed.cli."""
-    module, _, name = place.partition(":")
+    module, _, name = target.partition(":")
     return getattr(importlib.import_module(f"honed.cli.{module}"), name)
 
 
-def later(place: Place) -> Callable[[str], Any]:
+def later(target: Target) -> Callable[[str], Any]:
     """Return the conversion of an option at `module:function`, which is imported when the option is given."""
 
     def convert(text: str) -> Any:
-        return find(place)(text)
+        return find(target)(text)
 
     return convert
+
+
+#: The option of the verbs that change a job file.
+_SET: dict[str, Any] = {
+    "action": "append",
+    "default": [],
+    "metavar": "KEY=VALUE",
+    "help": "change a key, such as training.learning_rate=1e-4; null removes it; may be repeated",
+}
 
 
 class Add(Protocol):
     """Adds a verb with the common options."""
 
-    def __call__(self, name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser: ...
+    def __call__(self, name: str, run: Target, words: str, *, as_json: bool = True) -> argparse.ArgumentParser: ...
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,20 +64,13 @@ def parser() -> argparse.ArgumentParser:
         epilog="ID is a job's number, or its name if unambiguous: unfinished jobs take precedence over finished ones. "
         "Exit status: 0 success, 1 a check or a job failed, 2 wrong usage, sysexits codes for other errors.",
     )
-    root = layouts.default_root()
-    made.add_argument(
-        "--root",
-        type=Path,
-        metavar="DIR",
-        default=root,
-        help="root directory of the instance (default: $HONED_ROOT or /)",
-    )
+    argument.add_root(made, metavar="DIR")
     own = layouts.user_root()
     made.add_argument("--user", action="store_const", dest="root", const=own, help="your per-user instance")
-    made.add_argument("--version", action="version", version=f"honectl {__version__}")
+    argument.add_version(made)
     verbs = made.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def add(name: str, run: Place, words: str, *, as_json: bool = True) -> argparse.ArgumentParser:
+    def add(name: str, run: Target, words: str, *, as_json: bool = True) -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=words, description=words)
         verb.set_defaults(run=run)
         verb.add_argument("--root", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -85,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def verbs(parser: argparse.ArgumentParser) -> list[tuple[str, str, argparse.ArgumentParser]]:
-    """Return each verb with its help text and its own parser."""
+    """Return every verb with its help text and its own parser."""
     action = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     words = {choice.dest: str(choice.help) for choice in action._choices_actions}
     return [(name, words[name], parser) for name, parser in action.choices.items()]
@@ -130,7 +132,7 @@ def _add_beginnings(add: Add) -> None:
         "--from",
         dest="tool",
         choices=["axolotl", "llamafactory", "trl", "unsloth", "openai"],
-        help="tool that the settings are of (default: told by their keys)",
+        help="tool that the settings are of (default: recognized by their keys)",
     )
     verb.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a new file instead of printing")
     add("schema", "schema:schema", "print the JSON Schema of job files, for editors", as_json=False)
@@ -217,23 +219,11 @@ def _add_changes(add: Add) -> None:
     verb = add("edit", "editing:edit", "change the job file of a queued or held job, in an editor or with --set")
     verb.add_argument("id", metavar="ID")
     how = verb.add_mutually_exclusive_group()
-    how.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a key, such as training.learning_rate=1e-4; null removes it; may be repeated",
-    )
+    how.add_argument("--set", **_SET)
     how.add_argument("--file", type=Path, metavar="FILE", help="replace the job file with this one")
     verb = add("rerun", "again:rerun", "submit the job file of a job again, with changes, as a new job")
     verb.add_argument("id", metavar="ID")
-    verb.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a key, such as training.learning_rate=1e-4; null removes it; may be repeated",
-    )
+    verb.add_argument("--set", **_SET)
     verb.add_argument("--name", help="name of the new job (default: that of the old one with a number)")
     verb.add_argument("--hold", action="store_true", help="hold the new job until `honectl release`")
     change |= {name: add(name, "changes:change", CHANGES[name].words) for name in ("pin", "unpin")}

@@ -55,7 +55,7 @@ def of(layout: Layout) -> Commands:
 
 
 def pip(requirement: str) -> str:
-    """Return the command that installs a package beside honed, into the environment that runs this program."""
+    """Return the command that installs a package into the environment that runs this program."""
     return f"{shlex.quote(sys.executable)} -m pip install '{requirement}'"
 
 
@@ -64,7 +64,6 @@ def _honectl(layout: Layout, option: str) -> str:
 
 
 def _has_user_unit() -> bool:
-    """Tell whether honed is installed as a unit of a user manager that runs."""
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
     config_dir = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     is_there = Path(config_dir, "systemd/user/honed.service").exists()

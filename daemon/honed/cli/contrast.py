@@ -62,7 +62,7 @@ def diff(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def compare(instance: Instance, options: argparse.Namespace) -> int:
-    """Print several jobs beside each other: specs, scores, losses and predictions."""
+    """Print several jobs side by side: specs, scores, losses and predictions."""
     references = [number for reference in options.ids for number in _each(instance, reference)]
     if not 2 <= len(references) <= len(MARKS):
         raise UsageError(f"compare takes 2 to {len(MARKS)} jobs, got {len(references)}", hint="honectl compare ID ID …")
@@ -78,9 +78,9 @@ def compare(instance: Instance, options: argparse.Namespace) -> int:
         return 0
     for mark, style, job in zip(MARKS, _STYLES, jobs, strict=False):
         words = [terminal.state_words(job), column.COLUMNS["score"].text(job), column.COLUMNS["elapsed"].text(job)]
-        told = ", ".join(filter(None, words))
+        what = ", ".join(filter(None, words))
         terminal.say_drawn(
-            Text.assemble((mark, f"bold {style}"), f" job {job['id']} ({terminal.plain(job['name'])}): {told}")
+            Text.assemble((mark, f"bold {style}"), f" job {job['id']} ({terminal.plain(job['name'])}): {what}")
         )
     marks = [*MARKS[: len(jobs)]]
     terminal.say()
@@ -127,7 +127,6 @@ def _shown(value: Any) -> str:
 
 
 def _manifest(job: Shown) -> Mapping[str, Any]:
-    """Return the provenance manifest of a job's output; empty without one that we may read."""
     if (output_dir := job["artifacts"]["output_dir"]) is None:  # an evaluation makes none
         return {}
     path = Path(output_dir) / "honed.json"
@@ -138,7 +137,7 @@ def _manifest(job: Shown) -> Mapping[str, Any]:
 
 
 def plot(courses: Sequence[Sequence[tuple[int, float]]], *, width: int, rows: int = PLOT_ROWS) -> Iterator[Text]:
-    """Yield the lines of a plot of several losses over the steps, each drawn with its mark."""
+    """Yield the lines of a plot of several losses over the steps, drawn with their marks."""
     values = [value for course in courses for _, value in course]
     if not values:
         yield Text("no losses yet", style="dim")
@@ -150,15 +149,15 @@ def plot(courses: Sequence[Sequence[tuple[int, float]]], *, width: int, rows: in
     columns = max(width - margin - 3, 8)
     cells: dict[tuple[int, int], set[int]] = {}
     for number, course in enumerate(courses):
-        for place, value in _columns(course, last, columns).items():
+        for index, value in _columns(course, last, columns).items():
             row = round((high - value) / (high - low) * (rows - 1)) if high > low else 0
-            cells.setdefault((row, place), set()).add(number)
+            cells.setdefault((row, index), set()).add(number)
     yield Text("loss", style="bold")
     for row in range(rows):
         label = labels[0] if row == 0 else labels[1] if row == rows - 1 else ""
         line = Text(f"{label:>{margin}} │")
-        for place in range(columns):
-            there = cells.get((row, place), set())
+        for index in range(columns):
+            there = cells.get((row, index), set())
             first = next(iter(there), 0)
             line.append(
                 " " if not there else MARKS[first] if len(there) == 1 else MEETING,
@@ -172,11 +171,10 @@ def plot(courses: Sequence[Sequence[tuple[int, float]]], *, width: int, rows: in
 
 
 def _columns(course: Sequence[tuple[int, float]], last: int, columns: int) -> dict[int, float]:
-    """Return the mean loss of each column of a plot that has some."""
-    found: dict[int, list[float]] = {}
+    by_column: dict[int, list[float]] = {}
     for step, value in course:
-        found.setdefault(round(step / last * (columns - 1)) if last else 0, []).append(value)
-    return {place: sum(values) / len(values) for place, values in found.items()}
+        by_column.setdefault(round(step / last * (columns - 1)) if last else 0, []).append(value)
+    return {index: sum(values) / len(values) for index, values in by_column.items()}
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`honectl convert`: another tool's settings as a job file, with a comment for each key that has no equal here.
+"""`honectl convert`: another tool's settings as a job file, with a comment per key that has no equal here.
 
 The advice that a rejected job file gets (spec/synonym.py) is applied until the file is a valid job; foreign.py has what
 is peculiar to a tool.
@@ -38,7 +38,7 @@ _REMOTE_CODE = "code that comes with a model runs only where the administrator a
 
 @dataclass
 class Converted:
-    """A job, and what is said about the settings that it was made of."""
+    """A job, and notes on the settings that it was made of."""
 
     tool: str
     data: dict[str, Any]
@@ -88,7 +88,7 @@ def converted(source: Path | str, tool: str | None = None) -> Converted:
         theirs = foreign.started(launch.find(source, Path.cwd(), _LINE), tool, _LINE)
     else:
         theirs = foreign.read(source, tool)
-    made = Converted(theirs.tool, _absolute(theirs, theirs.place or Path(source).absolute().parent))
+    made = Converted(theirs.tool, _absolute(theirs, theirs.directory or Path(source).absolute().parent))
     made.written = dict(theirs.stated)
     for note in theirs.notes:
         (made.lost if note.is_lost else made.notes)[note.key] = note.why
@@ -101,9 +101,9 @@ def converted(source: Path | str, tool: str | None = None) -> Converted:
     return made
 
 
-def _absolute(theirs: Foreign, place: Path) -> dict[str, Any]:
+def _absolute(theirs: Foreign, directory: Path) -> dict[str, Any]:
     """Return the settings with absolute paths: below the file's directory, or where the tool was started from."""
-    text, changes = relative.absolute(json.dumps(theirs.data).encode(), ".json", place)
+    text, changes = relative.absolute(json.dumps(theirs.data).encode(), ".json", directory)
     data: dict[str, Any] = json.loads(text)
     for change in changes:
         if not Path(change.made).exists() and (here := Path.cwd() / change.given).exists():
@@ -116,13 +116,13 @@ def _absolute(theirs: Foreign, place: Path) -> dict[str, Any]:
 
 def _settle(made: Converted) -> None:
     for key, why in (("output_dir", _OUTPUT), ("trust_remote_code", _REMOTE_CODE)):
-        for place in (key, f"training.{key}"):
-            if (value := at(made.data, as_path(place))) is not None:
-                made.data = mended(made.data, {place: None})
+        for dotted in (key, f"training.{key}"):
+            if (value := at(made.data, as_path(dotted))) is not None:
+                made.data = mended(made.data, {dotted: None})
                 if is_off(value):
-                    made.unneeded.append(place)
+                    made.unneeded.append(dotted)
                 else:
-                    made.lost[place] = f"{written(value)}: {why}" if isinstance(value, str) else why
+                    made.lost[dotted] = f"{written(value)}: {why}" if isinstance(value, str) else why
     for _ in range(MAX_ROUNDS):
         try:
             jobfile.validate(made.data)
@@ -136,13 +136,13 @@ def _settle(made: Converted) -> None:
 
 
 def _apply(made: Converted, problems: tuple[Problem, ...]) -> None:
-    """Apply the advice for each problem; a key without any is left out and noted."""
+    """Apply the advice for every problem; a key without any is left out and noted."""
     fix: dict[str, Any] = {}
     # In a file with many problems, only the first ones get advice: the others wait for the next round.
-    told = [
+    advised = [
         item for item in problems if item.fix or item.hint or item.message not in ("unknown key", "unknown key here")
     ]
-    for item in told or problems:
+    for item in advised or problems:
         value = _at(made.data, item.key)
         words = quote.show(item.hint or item.message)
         if not item.fix:
@@ -169,19 +169,22 @@ def _apply(made: Converted, problems: tuple[Problem, ...]) -> None:
             made.lost.pop(key, None)
 
 
-def _leave_out(made: Converted, each: Problem, words: str) -> str | None:
-    """Note a key that is left out. Returns what is written in its place, if there must be something."""
-    name, section = each.key.rpartition(".")[2], ".".join(p for p in each.key.split(".")[:-1] if not p.isdecimal())
-    found = synonym.find(name, section)
+def _leave_out(made: Converted, unsolved: Problem, words: str) -> str | None:
+    """Note a key that is left out. Returns the value that is written instead, if there must be something."""
+    name, section = (
+        unsolved.key.rpartition(".")[2],
+        ".".join(p for p in unsolved.key.split(".")[:-1] if not p.isdecimal()),
+    )
+    advice = synonym.find(name, section)
     is_preference = "preference" in words or "reward" in words or "classification" in words
-    if (found is not None and found.key in _MEANING) or (is_preference and name in ("type", "model_type", "rl")):
-        raise SpecError(f"{each.key}: {words}")
-    if each.key == "base_model" or (name == "path" and "datasets" in section):
-        made.missing[each.key] = words
+    if (advice is not None and advice.key in _MEANING) or (is_preference and name in ("type", "model_type", "rl")):
+        raise SpecError(f"{unsolved.key}: {words}")
+    if unsolved.key == "base_model" or (name == "path" and "datasets" in section):
+        made.missing[unsolved.key] = words
         return f"{UNKNOWN}/{'model' if name == 'base_model' else 'rows.jsonl'}"
-    if each.message.startswith("missing"):
+    if unsolved.message.startswith("missing"):
         return None
-    made.lost[each.key] = "no key that honed knows" if words == "unknown key" else words
+    made.lost[unsolved.key] = "no key that honed knows" if words == "unknown key" else words
     return None
 
 
@@ -193,17 +196,16 @@ def _note_removal(made: Converted, key: str, value: Any, words: str) -> None:
         made.notes[key] = why or "honed needs no such key"
 
 
-def _is_typo(each: Problem) -> bool:
-    if quote.show(each.hint).startswith("did you mean"):
+def _is_typo(unsolved: Problem) -> bool:
+    if quote.show(unsolved.hint).startswith("did you mean"):
         return True
-    name = each.key.rpartition(".")[2].lower().replace("-", "_")
-    section = ".".join(part for part in each.key.split(".")[:-1] if not part.isdecimal())
-    is_key = each.message.startswith("unknown key") and "belongs" not in each.hint
+    name = unsolved.key.rpartition(".")[2].lower().replace("-", "_")
+    section = ".".join(part for part in unsolved.key.split(".")[:-1] if not part.isdecimal())
+    is_key = unsolved.message.startswith("unknown key") and "belongs" not in unsolved.hint
     return is_key and synonym.find(name, section) is None and name not in synonym.SECTIONS
 
 
 def _at(data: Any, key: str, default: Any = None) -> Any:
-    """Return the value of a dotted key."""
     above = at(data, as_path(key)[:-1]) if "." in key else data
     part = as_path(key)[-1]
     with contextlib.suppress(KeyError, IndexError, TypeError):
@@ -240,8 +242,8 @@ def rendered(made: Converted, source: Path | str) -> str:
         if notes:
             lines += ["#", f"# {title}", *(f"#   {key}: {one_line(why)}" for key, why in notes.items())]
     if made.written:
-        said = (f"#   {key}: {one_line(written(value))}" for key, value in made.written.items())
-        lines += ["#", f"# Defaults of {made.tool} that differ from honed's, written out below:", *said]
+        defaults = (f"#   {key}: {one_line(written(value))}" for key, value in made.written.items())
+        lines += ["#", f"# Defaults of {made.tool} that differ from honed's, written out below:", *defaults]
     if made.unneeded:
         lines += ["#", f"# Off or empty, and so not needed: {', '.join(made.unneeded)}"]
     return schema.line() + "\n".join([*lines, ""]) + yaml_of(made.data)
@@ -263,15 +265,15 @@ def yaml_of(data: Mapping[str, Any], comments: Mapping[str, str] | None = None) 
     return "\n".join([*lines, ""])
 
 
-def _yaml(key: str, value: Any, comments: Mapping[str, str], place: str, depth: int) -> list[str]:
+def _yaml(key: str, value: Any, comments: Mapping[str, str], dotted: str, depth: int) -> list[str]:
     pad = "  " * depth
     name = key if re.fullmatch(r"[A-Za-z_][\w-]*", key) else json.dumps(key)
     if isinstance(value, dict) and value:
         lines = [f"{pad}{name}:"]
         for inner, item in value.items():
-            at_place = f"{place}.{inner}"
-            lines += [f"{pad}  # {line}" for line in comments.get(at_place, "").splitlines()]
-            lines += _yaml(str(inner), item, comments, at_place, depth + 1)
+            inner_key = f"{dotted}.{inner}"
+            lines += [f"{pad}  # {line}" for line in comments.get(inner_key, "").splitlines()]
+            lines += _yaml(str(inner), item, comments, inner_key, depth + 1)
         return lines
     if isinstance(value, list) and value and all(isinstance(item, dict) and item for item in value):
         lines = [f"{pad}{name}:"]
@@ -279,7 +281,7 @@ def _yaml(key: str, value: Any, comments: Mapping[str, str], place: str, depth: 
             inner_lines = [
                 line
                 for inner, one in item.items()
-                for line in _yaml(str(inner), one, comments, f"{place}.{number}.{inner}", depth + 2)
+                for line in _yaml(str(inner), one, comments, f"{dotted}.{number}.{inner}", depth + 2)
             ]
             lines += [f"{pad}  - {inner_lines[0].lstrip()}", *inner_lines[1:]]
         return lines

@@ -83,15 +83,15 @@ class Finding:
 
 def doctor(instance: Instance, options: argparse.Namespace) -> int:
     with terminal.doing("looking at the configuration, the packages and the devices …"):
-        found = [asdict(finding) for finding in examine(instance.layout)]
+        findings = [asdict(finding) for finding in examine(instance.layout)]
     if options.json:
-        terminal.say_json(found)
+        terminal.say_json(findings)
     else:
         terminal.table(
             ["check", "status", "detail", "hint"],
-            [[*item.values()] for item in found],
+            [[*item.values()] for item in findings],
         )
-    return int(any(item["status"] == "error" for item in found))
+    return int(any(item["status"] == "error" for item in findings))
 
 
 def examine(layout: Layout, config: Config | None = None, *, imports: bool = True) -> list[Finding]:
@@ -110,10 +110,10 @@ def examine(layout: Layout, config: Config | None = None, *, imports: bool = Tru
         packages = [] if training.is_missing() else [*_packages(), *_beside_unsloth()]
         # Our metadata excludes older versions of Python; one too new for torch's wheels shows by torch's absence.
         python = Finding("python", "ok", f"{sys.version.split()[0]}, {sys.executable}")
-        found = [python, *_training(), *packages, _gpu(config)]
+        machine = [python, *_training(), *packages, _gpu(config)]
         return [
             *configured,
-            *found,
+            *machine,
             *(answer.result() for answer in compiled),
             *(Finding(*finding) for finding in choice.findings(layout, config)),
             *_instance(layout, config),
@@ -123,9 +123,9 @@ def examine(layout: Layout, config: Config | None = None, *, imports: bool = Tru
 
 
 def _instance(layout: Layout, config: Config) -> list[Finding]:
-    places = {"state": layout.state_dir, "spool": layout.spool_dir, "cache": layout.cache_dir}
+    directories = {"state": layout.state_dir, "spool": layout.spool_dir, "cache": layout.cache_dir}
     return [
-        *(_disk(name, path) for name, path in places.items()),
+        *(_disk(name, path) for name, path in directories.items()),
         _permissions(layout),
         _entries(layout),
         *_leftovers(layout),
@@ -146,11 +146,11 @@ def _training() -> list[Finding]:
         return [Finding("training environment", "error", f"{training.MISSING}: jobs are rejected", training.REMEDY)]
     if training.recipe_dir() is None:
         return []
-    place = os.environ.get(training.VARIABLE, "")
+    directory = os.environ.get(training.VARIABLE, "")
     if not setup.is_current():
-        detail = f"{place}: of another version of the package; jobs are trained with its packages"
+        detail = f"{directory}: of another version of the package; jobs are trained with its packages"
         return [Finding("training environment", "warning", detail, training.REMEDY)]
-    return [Finding("training environment", "ok", place)]
+    return [Finding("training environment", "ok", directory)]
 
 
 def _packages() -> list[Finding]:
@@ -158,7 +158,7 @@ def _packages() -> list[Finding]:
     return needed + [_package(name, window, is_needed=False) for name, window in installed.OPTIONAL_WINDOWS.items()]
 
 
-#: The purpose of each optional package.
+#: The purpose of every optional package.
 _USES = {
     "bitsandbytes": "quantization: 4bit and 8bit",
     "huggingface_hub": "policy.hub: models and data sets that honed fetches",
@@ -171,18 +171,18 @@ _USES = {
 
 
 def _package(name: str, window: str, *, is_needed: bool) -> Finding:
-    found = installed.version(name)
+    version = installed.version(name)
     install = commands.pip(f"{name}{window}")
-    if found is None and is_needed:
+    if version is None and is_needed:
         return Finding(name, "error", "not installed: no job can be trained", install)
-    if found is None:
+    if version is None:
         return Finding(name, "warning", f"not installed; needed for {_USES[name]}", install)
     for broken, versions, why in installed.BROKEN:
-        if broken == name and installed.fits(found, versions):
-            return Finding(name, "error", f"{found} {why}", install)
-    if not installed.fits(found, window):
-        return Finding(name, "warning", f"{found} is outside the tested versions ({window})", install)
-    return Finding(name, "ok", found)
+        if broken == name and installed.fits(version, versions):
+            return Finding(name, "error", f"{version} {why}", install)
+    if not installed.fits(version, window):
+        return Finding(name, "warning", f"{version} is outside the tested versions ({window})", install)
+    return Finding(name, "ok", version)
 
 
 def _beside_unsloth() -> list[Finding]:
@@ -190,9 +190,9 @@ def _beside_unsloth() -> list[Finding]:
     if unsloth is None:
         return []
     trouble = [
-        f"{name} {found} {why}"
+        f"{name} {version} {why}"
         for name, versions, why in installed.BROKEN_BESIDE_UNSLOTH
-        if (found := installed.version(name)) is not None and installed.fits(found, versions)
+        if (version := installed.version(name)) is not None and installed.fits(version, versions)
     ]
     if zoo != unsloth:
         trouble.append(f"unsloth_zoo {zoo or 'is missing, and'} must have the same version, {unsloth}")
@@ -202,7 +202,7 @@ def _beside_unsloth() -> list[Finding]:
     return [Finding("unsloth fits", "ok", f"{unsloth} with the versions above")]
 
 
-# --- What only a process that imports it can tell ---------------------------------------------------------------------
+# --- Checks that import a package, in a process of their own ---------------------------------------------------------
 
 
 def ask(code: str, *, timeout_sec: float = CHILD_TIMEOUT_SEC) -> dict[str, Any]:
@@ -284,14 +284,14 @@ def _bitsandbytes() -> Finding:
 
 
 def _gpu(config: Config) -> Finding:
-    found = device.cuda_devices()
-    if not found:
+    gpus = device.cuda_devices()
+    if not gpus:
         return _no_gpu()
-    indices = [item.index for item in found]
+    indices = [item.index for item in gpus]
     if missing := [index for index in config.device.gpus or [] if index not in indices]:
         detail = f"device.gpus lists {missing}, but the machine has {indices}"
         return Finding("gpu", "error", detail, "correct it in honed.toml")
-    names = ", ".join(f"{item.index}: {item.name}, {gib(item.total_bytes)}" for item in found)
+    names = ", ".join(f"{item.index}: {item.name}, {gib(item.total_bytes)}" for item in gpus)
     return Finding("gpu", "ok", f"{names}; driver {device.driver_version()}")
 
 
@@ -332,8 +332,8 @@ def _permissions(layout: Layout) -> Finding:
             f"{layout.spool_dir} does not exist yet",
             f"honed creates it at its first start: {commands.of(layout).start}",
         )
-    places = (layout.spool_dir, layout.spool_dir / "incoming", layout.state_dir, layout.jobs_dir)
-    missing = [str(path) for path in places if not path.is_dir()]
+    directories = (layout.spool_dir, layout.spool_dir / "incoming", layout.state_dir, layout.jobs_dir)
+    missing = [str(path) for path in directories if not path.is_dir()]
     if missing:
         return Finding(
             "permissions", "error", f"missing: {', '.join(missing)}", f"honed creates them: {commands.of(layout).start}"
@@ -405,13 +405,13 @@ def _leftovers(layout: Layout) -> list[Finding]:
 
 
 def _acls(layout: Layout) -> Finding:
-    place = nearest_existing(layout.jobs_dir)
+    directory = nearest_existing(layout.jobs_dir)
     try:
-        os.getxattr(place, access.ACCESS_XATTR)
+        os.getxattr(directory, access.ACCESS_XATTR)
     except OSError as error:
         if error.errno == errno.ENOTSUP:
             hint = "mount it with ACLs, or let users read their results with honectl"
-            return Finding("ACLs", "warning", f"the file system of {place} does not support ACLs", hint)
+            return Finding("ACLs", "warning", f"the file system of {directory} does not support ACLs", hint)
     return Finding("ACLs", "ok", "submitters can read the directories of their jobs")
 
 
@@ -459,7 +459,6 @@ OPEN = "as root, run honectl sandbox"
 
 
 def _unit(name: str) -> dict[str, str]:
-    """Return a unit's properties from systemd; empty if systemd does not answer."""
     command = ["systemctl", "show", name, f"--property={','.join(UNIT_PROPERTIES)}"]
     return dict(line.split("=", 1) for line in _lines(command) if "=" in line)
 
@@ -497,7 +496,6 @@ def _service(unit: dict[str, str]) -> Finding:
 
 
 def _template(check: str, unit: dict[str, str], absent: tuple[Status, str], words: str) -> Finding:
-    """Check that a template is installed, and loaded from its current file."""
     if unit.get("LoadState") != "loaded":
         return Finding(check, *absent, INSTALL)
     if unit.get("NeedDaemonReload") == "yes":
@@ -535,7 +533,7 @@ def _fetch_unit(config: Config, job: dict[str, str], unit: dict[str, str] | None
 
 
 def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
-    """Check that the jobs' unit is open to the places that jobs may write, and to no place that others can replace."""
+    """Check that the jobs' unit is open to the paths that jobs may write, and to no path that others can replace."""
     binds = unit.get("BindPaths", "")
     # systemctl quotes paths with spaces in ReadWritePaths, and nothing in BindPaths.
     writable = shlex.split(unit.get("ReadWritePaths", ""))
@@ -548,7 +546,7 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
     opened = [Path(part.lstrip("-+")) for part in [*writable, *binds.replace(":", " ").split()]]
     named = config.policy.allowed_paths if unit.get("LoadState") == "loaded" else None
     asked = [path for path in named or () if f"{path}:{path}:" not in binds]
-    closed = [path for path in asked if not any(Path(path).is_relative_to(place) for place in opened)]
+    closed = [path for path in asked if not any(Path(path).is_relative_to(allowed) for allowed in opened)]
     if closed:
         detail = (
             f"jobs may write to {', '.join(closed)}, but their unit has no access to it: their output would be lost"
@@ -560,17 +558,19 @@ def _sandbox(config: Config, unit: dict[str, str]) -> Finding:
 def _polkit(*, has_templates: bool) -> Finding:
     """Check the rule and the templates: a rule without the templates allows a transient unit of such a name, as
     root."""
-    places = [Path(place, "polkit-1/rules.d") for place in ("/usr/share", "/etc", "/usr/local/share", "/run")]
-    rules = [path for place in places for path in place.glob("*honed*.rules")]
+    directories = [
+        Path(directory, "polkit-1/rules.d") for directory in ("/usr/share", "/etc", "/usr/local/share", "/run")
+    ]
+    rules = [path for directory in directories for path in directory.glob("*honed*.rules")]
     if rules and not has_templates:
         detail = f"{rules[0]} lets honed start units that are not installed: on systemd 257 it could run anything"
         return Finding("polkit", "error", detail, f"rm {rules[0]}, or install the units again")
-    hidden = [place for place in places if place.is_dir() and not os.access(place, os.R_OK)]
+    hidden = [directory for directory in directories if directory.is_dir() and not os.access(directory, os.R_OK)]
     if not rules and has_templates and hidden:
         return Finding("polkit", "ok", f"unknown: you cannot read {hidden[0]}", "run sudo honectl doctor")
     if not rules and has_templates:
         return Finding("polkit", "warning", "no rule: honed may not start its job units", INSTALL)
-    if rules and not any(Path(place, "polkitd").exists() for place in ("/usr/lib/polkit-1", "/usr/libexec")):
+    if rules and not any(Path(directory, "polkitd").exists() for directory in ("/usr/lib/polkit-1", "/usr/libexec")):
         return Finding(
             "polkit", "warning", "polkitd is not installed: honed may not start its job units", "apt install polkitd"
         )
@@ -578,12 +578,12 @@ def _polkit(*, has_templates: bool) -> Finding:
 
 
 def _users() -> Finding:
-    found = {name: access.person(name) for name in (access.DAEMON_USER, access.WORKERS_USER)}
-    missing = [name for name, person in found.items() if person is None]
+    people = {name: access.person(name) for name in (access.DAEMON_USER, access.WORKERS_USER)}
+    missing = [name for name, person in people.items() if person is None]
     missing += [] if access.group_id(access.DROPPERS_GROUP) is not None else [access.DROPPERS_GROUP]
     if missing:
         return Finding("users", "warning", f"missing: {', '.join(missing)}", "systemd-sysusers, or " + INSTALL)
-    daemon, workers = found[access.DAEMON_USER], access.group_id(access.WORKERS_USER)
+    daemon, workers = people[access.DAEMON_USER], access.group_id(access.WORKERS_USER)
     if daemon is not None and workers not in daemon.gids:
         return Finding(
             "users",
@@ -671,12 +671,12 @@ def _notices(layout: Layout) -> list[Finding]:
     check, directory = "notices", notification.notices_dir(layout)
     if not os.access(directory, os.R_OK | os.X_OK):
         return []
-    waiting, refused = notification.waiting(layout), list(notification.refused_dir(layout).glob("*.json"))
+    waiting, rejected = notification.waiting(layout), list(notification.refused_dir(layout).glob("*.json"))
     old = [path for path in waiting if time.time() - _changed_at(path) > NOTICE_PATIENCE_SEC]
     if old:
         return [Finding(check, "warning", f"{len(old)} are not delivered", f"see {commands.of(layout).send_log}")]
-    if refused:
-        detail = f"{len(refused)} were rejected; they are in {notification.refused_dir(layout)}"
+    if rejected:
+        detail = f"{len(rejected)} were rejected; they are in {notification.refused_dir(layout)}"
         return [Finding(check, "warning", detail, f"to retry them: {commands.of(layout).resend}; or remove them")]
     return [Finding(check, "ok", f"{len(waiting)} wait")] if waiting else []
 

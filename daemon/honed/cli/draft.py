@@ -28,49 +28,50 @@ if TYPE_CHECKING:
     from honed.text.chat import PreviewRow
 
 
-def check_one(instance: Instance, path: Path, *, beside: Iterable[Path] = (), original: Path | None = None) -> Verdict:
+def check_one(instance: Instance, path: Path, *, others: Iterable[Path] = (), original: Path | None = None) -> Verdict:
     """Run all checks that honed makes before it accepts a job file. Raises the error with which honed would refuse it.
 
-    `beside` are job files that would be dropped together with it. `original`: the file of which this one is a copy.
+    `others` are job files that would be dropped together with it. `original`: the file of which this one is a copy.
     """
     if not path.exists():
         raise UsageError(f"{path}: no such file")
     with terminal.doing(f"{path.name}: reading the model and the data …"):
         try:
-            return _check_one(instance, path, beside)
+            return _check_one(instance, path, others)
         except HonedError as error:
             words = f"honectl convert {shlex.quote(str(original or path))}"
             error.hint = error.hint.replace("honectl convert FILE", words)
             raise
 
 
-def _check_one(instance: Instance, path: Path, beside: Iterable[Path]) -> Verdict:
+def _check_one(instance: Instance, path: Path, others: Iterable[Path]) -> Verdict:
     from honed.check import preflight, rehearsal
+    from honed.check.checklist import Asked
+    from honed.job.plan_file import Earlier
 
-    settings = config.load(instance.layout)
-    with relative.resolved(path) as found:
-        jobs = _made(instance, found.path)
+    with relative.resolved(path) as resolved:
+        earlier = Earlier(_made(instance, resolved.path))
+        keep = rehearsal.keeper(instance.layout)
+        asked = Asked(instance.layout, config.load(instance.layout), earlier=earlier, keep=keep)
         try:
-            verdict = preflight.check(
-                found.path, layout=instance.layout, config=settings, jobs=jobs, keep=rehearsal.keeper(instance.layout)
-            )
+            verdict = preflight.check(resolved.path, asked)
         except HonedError as error:
             error.is_refusal = True
             raise
-    told = [f"{change}; honectl submit writes the absolute path" for change in found.changes]
+    changes = [f"{change}; honectl submit writes the absolute path" for change in resolved.changes]
     if verdict.members:
-        told.append(f"sweep: {len(verdict.members)} jobs; models, data, memory and disk are those of the first")
+        changes.append(f"sweep: {len(verdict.members)} jobs; models, data, memory and disk are those of the first")
     warnings = map(quote.show, verdict.warnings)  # the file's own submitter asks
-    return replace(verdict, warnings=[*told, *warnings, *_not_there(instance, verdict.spec, beside)])
+    return replace(verdict, warnings=[*changes, *warnings, *_not_there(instance, verdict.spec, others)])
 
 
-def _not_there(instance: Instance, job_spec: JobSpec, beside: Iterable[Path]) -> Iterator[str]:
-    """Yield a warning for each job that the file names and that neither honed knows nor another file makes."""
+def _not_there(instance: Instance, job_spec: JobSpec, other_paths: Iterable[Path]) -> Iterator[str]:
+    """Yield a warning per job that the file names and that neither honed knows nor another file makes."""
     from honed.spec import jobfile
     from honed.spec import spec as specs
 
     made = set()
-    for path in beside:
+    for path in other_paths:
         with contextlib.suppress(HonedError):  # its own check reports its fault
             made.add(jobfile.load(path).name or path.stem.removesuffix(".hold"))
     named = {str(name): "depends_on" for name in job_spec.depends_on or ()}
@@ -114,21 +115,20 @@ def checked(instance: Instance, path: Path) -> Verdict:
 
 
 def _options(needed: Missing) -> str:
-    """Return the options of honed.inputs.fetch that precede the id."""
-    said = {key: getattr(needed, key) for key in ("name", "split") if getattr(needed, key) is not None}
+    parts = {key: getattr(needed, key) for key in ("name", "split") if getattr(needed, key) is not None}
     revision = {} if needed.revision == "main" else {"revision": needed.revision}
-    options = "".join(f"--{key} {shlex.quote(value)} " for key, value in {**revision, **said}.items())
+    options = "".join(f"--{key} {shlex.quote(value)} " for key, value in {**revision, **parts}.items())
     return options if needed.key == "base_model" else f"--dataset {options}"
 
 
 def say_offers(instance: Instance, verdicts: Iterable[Verdict]) -> None:
-    """Print size, licence and gating of what honed would fetch for these jobs, each once."""
+    """Print size, licence and gating of what honed would fetch for these jobs, once."""
     if not (needy := [verdict for verdict in verdicts if verdict.needs_fetch]):
         return
     from honed.inputs import offer
 
-    found = [missing for item in needy for missing in offer.missing(item.spec, instance.layout.cache_dir)]
-    for item in dict.fromkeys(found):
+    needed = [missing for item in needy for missing in offer.missing(item.spec, instance.layout.cache_dir)]
+    for item in dict.fromkeys(needed):
         terminal.say(f"{item.key}: {offer.told(item, instance.layout)}")
 
 
@@ -147,7 +147,7 @@ def check(instance: Instance, options: argparse.Namespace) -> int:
     verdicts = []
     for path in options.files:
         try:
-            verdict = check_one(instance, path, beside=options.files)
+            verdict = check_one(instance, path, others=options.files)
         except HonedError as error:
             answers.append(
                 {
@@ -283,8 +283,8 @@ def preview(instance: Instance, options: argparse.Namespace) -> int:
             hint=f"honectl submit fetches it; or run python -m honed.inputs.fetch {_options(needed)}{needed.repo_id}",
         )
     environment = {"HF_HOME": str(instance.layout.cache_dir), **os.environ, "HF_HUB_OFFLINE": "1"}
-    with relative.resolved(options.file) as found:
-        command = python.module("honed.worker.preview", str(found.path), "--rows", str(options.rows), "--json")
+    with relative.resolved(options.file) as resolved:
+        command = python.module("honed.worker.preview", str(resolved.path), "--rows", str(options.rows), "--json")
         if verdict.plan is not None:
             command += ["--base-model", str(verdict.plan.model.path)]
         with terminal.doing(f"{options.file.name}: rendering and encoding rows …"):

@@ -1,6 +1,6 @@
 """`honectl edit`: another job file for a job that waits, from an editor, from --set or from a file.
 
-An editor's text is kept where it was written until honed has taken it: a refusal names that place.
+An editor's text is kept where it was written until honed has taken it: a rejection names that path.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def edit(instance: Instance, options: argparse.Namespace) -> int:
     return _in_editor(instance, options, job, was, path.suffix)
 
 
-def _make(instance: Instance, options: argparse.Namespace, job: Shown, was: bytes, text: bytes, place: Path) -> int:
+def _make(instance: Instance, options: argparse.Namespace, job: Shown, was: bytes, text: bytes, base_dir: Path) -> int:
     """Have a job get this file. Raises the error with which the check or honed refuses it."""
-    text, _ = relative.absolute(text, _suffix(instance, job), place)
+    text, _ = relative.absolute(text, _suffix(instance, job), base_dir)
     if text == was:
         _say(options, job, "unchanged", {}, None)
         return 0
@@ -82,18 +82,18 @@ def _settled(instance: Instance, job: Shown) -> str:
     """Wait for honed's verdict on an edit. Returns `edited`, or `checking` if that takes long, as a fetch does. Raises
     the error of a refusal."""
     deadline = time.monotonic() + submission.VERDICT_TIMEOUT_SEC
-    while (found := _verdict(instance, job))["state"] == "checking" and time.monotonic() < deadline:
+    while (verdict := _verdict(instance, job))["state"] == "checking" and time.monotonic() < deadline:
         time.sleep(0.05)
-    if found["error"] is not None:
-        error = from_dict(found["error"])
+    if verdict["error"] is not None:
+        error = from_dict(verdict["error"])
         error.is_refusal = True
         raise error
-    if found["state"] == "unknown" and len(instance.show(str(job["id"]))["edited_at"]) == len(job["edited_at"]):
+    if verdict["state"] == "unknown" and len(instance.show(str(job["id"]))["edited_at"]) == len(job["edited_at"]):
         raise EnvironmentInvalidError(
             "honed refused the edit, and was started again since: the job is as it was",
             hint="the journal has the reason: journalctl -u honed",
         )
-    return "checking" if found["state"] == "checking" else "edited"
+    return "checking" if verdict["state"] == "checking" else "edited"
 
 
 def _verdict(instance: Instance, job: Shown) -> Edited:
@@ -183,25 +183,24 @@ def _in_editor(instance: Instance, options: argparse.Namespace, job: Shown, was:
             if isinstance(error, HonedError) and not _is_kept(path, was):
                 tree.clear(directory)
                 raise
-            refused = error if isinstance(error, HonedError) else UsageError(f"{path}: {error.strerror}")
-            if status or not _asks_again(refused):
+            rejection = error if isinstance(error, HonedError) else UsageError(f"{path}: {error.strerror}")
+            if status or not _asks_again(rejection):
                 kept = f"your text is in {path}: correct it, then honectl edit {job['id']} --file {path}"
-                refused.hint = f"{refused.hint}; {kept}" if refused.hint else kept
-                raise refused from None
+                rejection.hint = f"{rejection.hint}; {kept}" if rejection.hint else kept
+                raise rejection from None
         else:
             tree.clear(directory)
             return done
 
 
 def _is_kept(path: Path, was: bytes) -> bool:
-    """Return True if there is a text that would be lost."""
     with contextlib.suppress(OSError):
         return path.read_bytes() != was
     return False
 
 
 def _asks_again(error: HonedError) -> bool:
-    """Print why a text was refused, and ask a person on a terminal to change it. Returns False if they do not."""
+    """Print why a text was rejected, and ask a person on a terminal to change it. Returns False if they do not."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
     terminal.complain(error, prefix="honectl: ")
@@ -214,8 +213,8 @@ def _editor() -> list[str]:
     for name in ("VISUAL", "EDITOR"):
         if command := shlex.split(os.environ.get(name, "")):
             return command
-    if (found := next(filter(None, map(shutil.which, EDITORS)), None)) is None:
+    if (editor := next(filter(None, map(shutil.which, EDITORS)), None)) is None:
         raise EnvironmentInvalidError(
             "there is no editor: VISUAL and EDITOR are not set", hint="set one, or use --set KEY=VALUE or --file FILE"
         )
-    return [found]
+    return [editor]

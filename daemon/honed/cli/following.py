@@ -57,8 +57,8 @@ def _follow_lines(instance: Instance, reference: str, *, quiet: bool) -> int:
     for job in states(instance, reference):
         now = (job["state"], job["progress"]["step"])
         is_due = last is None or job["state"] != last[0] or time.monotonic() - said_at >= 1.0
-        is_told = job["state"] not in FINAL_STATES or terminal.bar(job["progress"])  # its end is said below
-        if now != last and is_due and is_told and not quiet:
+        is_news = job["state"] not in FINAL_STATES or terminal.bar(job["progress"])  # its end is printed below
+        if now != last and is_due and is_news and not quiet:
             terminal.say(terminal.job_line(job))
             said_at, last = time.monotonic(), now
     if not quiet:

@@ -1,6 +1,6 @@
 """Settings of other tools as plain data under their own names, which spec/synonym.py knows.
 
-    axolotl         YAML                      told by sequence_len, micro_batch_size, num_epochs, …
+    axolotl         YAML                      recognized by sequence_len, micro_batch_size, num_epochs, …
     llamafactory    YAML or JSON              stage, finetuning_type, cutoff_len, template, …
     trl             YAML of `trl sft`         model_name_or_path and dataset_name or datasets
     unsloth         a .py or .ipynb file      its calls are read with `ast`; nothing of it runs
@@ -49,7 +49,7 @@ class Foreign:
     defaults: dict[str, Any] = field(default_factory=dict)
     #: Those that are in `data` already.
     stated: dict[str, Any] = field(default_factory=dict)
-    place: Path | None = None  #: the directory in which the tool is started, if a command line says so
+    directory: Path | None = None  #: where the tool is started, if a command line says so
 
     def note(self, key: str, why: str, *, is_lost: bool = True) -> None:
         self.notes.append(Note(key, why, is_lost))
@@ -69,30 +69,30 @@ def read(path: Path, tool: str | None = None) -> Foreign:
         if tool not in (None, "unsloth"):
             raise SpecError(f"{path}: a {path.suffix} file can only be of unsloth, not of {tool}")
         return _script(path)
-    found = _settings(path, tool)
-    _PREPARED[found.tool](found, path.parent)
-    return found
+    settings = _settings(path, tool)
+    _PREPARED[settings.tool](settings, path.parent)
+    return settings
 
 
 def started(given: launch.Launch, tool: str | None, name: str) -> Foreign:
     """Return the settings of a training that a command line starts. Raises SpecError and UsageError, as `read` does."""
     if tool not in (None, given.tool):
         raise SpecError(f"{name}: this starts {given.tool}, not {tool}")
-    found = Foreign(given.tool, {})
+    settings = Foreign(given.tool, {})
     if given.config is not None:
         if not given.config.is_file():
             raise UsageError(
-                f"{given.config}: no such file, and the command line names it", hint=f"it starts in {given.place}"
+                f"{given.config}: no such file, and the command line names it", hint=f"it starts in {given.directory}"
             )
-        found = _settings(given.config, given.tool)
+        settings = _settings(given.config, given.tool)
     elif given.tool == "axolotl":
         raise SpecError(f"{name}: axolotl train without its settings file", hint="axolotl train FILE.yaml")
-    found.data |= given.data
-    found.place = given.place
+    settings.data |= given.data
+    settings.directory = given.directory
     for key, why in given.notes:
-        found.note(key, why)
-    _PREPARED[found.tool](found, given.place)
-    return found
+        settings.note(key, why)
+    _PREPARED[settings.tool](settings, given.directory)
+    return settings
 
 
 def _settings(path: Path, tool: str | None) -> Foreign:
@@ -103,40 +103,42 @@ def _settings(path: Path, tool: str | None) -> Foreign:
     except HonedError as error:
         error.surround(f"{path}: ")
         raise
-    found = Foreign(tool or _tool(path, parsed.data), parsed.data)
+    settings = Foreign(tool or _tool(path, parsed.data), parsed.data)
     for where, unread in parsed.problems.items():
         if unread.message == document.EMPTY:
             continue  # as templates leave keys that they do not use
-        found.note(".".join(map(str, where)), f"{unread.message}{f' ({unread.hint})' if unread.hint else ''}")
-    return found
+        settings.note(".".join(map(str, where)), f"{unread.message}{f' ({unread.hint})' if unread.hint else ''}")
+    return settings
 
 
 def _tool(path: Path, data: Mapping[str, Any]) -> str:
     """Tell whose settings these are by their keys. Raises SpecError if that is not clear."""
-    if (found := other_tool.of(data)) is None:
+    if (tool := other_tool.of(data)) is None:
         hint = f"name the tool with --from: {', '.join(NAMES)}"
         raise SpecError(f"{path}: it is not clear which tool these settings are of", hint=hint)
-    return found
+    return tool
 
 
 # --- axolotl ----------------------------------------------------------------------------------------------------------
 
 
-def _axolotl(found: Foreign, _place: Path) -> None:
-    data = found.data
-    found.defaults = {
+def _axolotl(settings: Foreign, _place: Path) -> None:
+    data = settings.data
+    settings.defaults = {
         "training.max_length": 512,
         "training.per_device_train_batch_size": 1,
         "training.lr_scheduler_type": "cosine",
     }
     if data.get("num_epochs") is None and not data.get("max_steps"):
-        data["num_epochs"] = found.stated["training.num_train_epochs"] = 1
+        data["num_epochs"] = settings.stated["training.num_train_epochs"] = 1
     # axolotl's batch_size is that of an optimizer step, not of a device.
-    total, micro = found.take("batch_size"), data.get("micro_batch_size")
+    total, micro = settings.take("batch_size"), data.get("micro_batch_size")
     if isinstance(total, int) and isinstance(micro, int) and micro > 0 and total % micro == 0:
         data["gradient_accumulation_steps"] = total // micro
     elif total is not None:
-        found.note("batch_size", "the examples of an optimizer step are micro_batch_size × gradient_accumulation_steps")
+        settings.note(
+            "batch_size", "the examples of an optimizer step are micro_batch_size × gradient_accumulation_steps"
+        )
     if isinstance(sets := data.get("datasets"), list):
         data["datasets"] = [{"path": item} if isinstance(item, str) else item for item in sets]
 
@@ -144,29 +146,29 @@ def _axolotl(found: Foreign, _place: Path) -> None:
 # --- LLaMA-Factory ----------------------------------------------------------------------------------------------------
 
 
-def _llamafactory(found: Foreign, place: Path) -> None:
-    data = found.data
-    found.defaults = {"training.max_length": 2048, "training.learning_rate": 5e-5}
+def _llamafactory(settings: Foreign, directory: Path) -> None:
+    data = settings.data
+    settings.defaults = {"training.max_length": 2048, "training.learning_rate": 5e-5}
     if str(data.get("finetuning_type", "lora")).lower() == "lora":
         data.setdefault("finetuning_type", "lora")
-        found.defaults |= {"lora.r": 8, "lora.lora_alpha": lambda job: 2 * job["lora"]["r"]}
-    data_dir = place / str(found.take("dataset_dir") or "data")
+        settings.defaults |= {"lora.r": 8, "lora.lora_alpha": lambda job: 2 * job["lora"]["r"]}
+    data_dir = directory / str(settings.take("dataset_dir") or "data")
     if not data_dir.is_dir() and (Path.cwd() / data_dir.name).is_dir():
         data_dir = Path.cwd() / data_dir.name
-    media_dir = found.take("media_dir")
-    shares = _numbers(found.take("interleave_probs"))
-    if (strategy := found.take("mix_strategy")) not in (None, "concat"):
-        found.note("mix_strategy", f"honed draws no row twice, which {strategy} may")
+    media_dir = settings.take("media_dir")
+    shares = _numbers(settings.take("interleave_probs"))
+    if (strategy := settings.take("mix_strategy")) not in (None, "concat"):
+        settings.note("mix_strategy", f"honed draws no row twice, which {strategy} may")
     for theirs, ours in (("dataset", "datasets"), ("eval_dataset", "eval_datasets")):
         names = data.get(theirs)
         if names is None:
             continue
         names = names if isinstance(names, list) else [part.strip() for part in str(names).split(",")]
-        sets = [_dataset_of(found, str(name), data_dir) for name in names]
+        sets = [_dataset_of(settings, str(name), data_dir) for name in names]
         if ours == "datasets" and shares and len(shares) == len(sets):
             sets = [item | {"fraction": share} for item, share in zip(sets, shares, strict=True)]
         if media_dir is not None:
-            sets = [item | {"media_dir": str((place / str(media_dir)).resolve())} for item in sets]
+            sets = [item | {"media_dir": str((directory / str(media_dir)).resolve())} for item in sets]
         del data[theirs]
         data[ours] = sets
 
@@ -193,7 +195,7 @@ _COLUMNS = {
 _MEDIA_COLUMNS = {"images": "images", "videos": "videos", "audios": "audios"}
 
 
-def _dataset_of(found: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
+def _dataset_of(settings: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
     """Return our entry for a data set that LLaMA-Factory names, from its dataset_info.json."""
     try:
         info = json.loads((data_dir / "dataset_info.json").read_text(encoding="utf-8"))[name]
@@ -202,14 +204,16 @@ def _dataset_of(found: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
         if (data_dir / name).exists():
             return {"path": str((data_dir / name).resolve())}
         what = f"{shown(name)} is not in {data_dir}/dataset_info.json: write the path of its file"
-        found.note(f"dataset.{name}", what)
+        settings.note(f"dataset.{name}", what)
         return {"path": f"{UNKNOWN}/{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"}
     if info.get("ranking"):
         raise SpecError(f"dataset: {shown(name)} has preferences: {synonym.not_supported('dpo')}")
-    place = info.get("file_name")
-    made: dict[str, Any] = {"path": str((data_dir / place).resolve()) if place else str(info.get("hf_hub_url", ""))}
+    file_name = info.get("file_name")
+    made: dict[str, Any] = {
+        "path": str((data_dir / file_name).resolve()) if file_name else str(info.get("hf_hub_url", ""))
+    }
     if not made["path"]:
-        found.note("dataset", f"{shown(name)} has neither file_name nor hf_hub_url: write the path of its file")
+        settings.note("dataset", f"{shown(name)} has neither file_name nor hf_hub_url: write the path of its file")
         made["path"] = f"{UNKNOWN}/{name}"
     form = info.get("formatting", "alpaca")
     given = info["columns"]
@@ -220,14 +224,14 @@ def _dataset_of(found: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
     if columns.get("conversations") == "messages":
         del columns["conversations"]  # honed reads both
     for key in given.keys() - ours.keys():
-        found.note(f"dataset_info.{name}.columns.{key}", "honed has no such column")
+        settings.note(f"dataset_info.{name}.columns.{key}", "honed has no such column")
     if columns:
         made["columns"] = columns
     tags = info["tags"]
     if (tags.get("role_tag", "from"), tags.get("content_tag", "value")) not in (("from", "value"), ("role", "content")):
-        found.note(f"dataset_info.{name}.tags", "honed reads from and value, and role and content")
+        settings.note(f"dataset_info.{name}.tags", "honed reads from and value, and role and content")
     for theirs, key in (("subset", "name"), ("split", "split"), ("num_samples", "max_rows")):
-        if info.get(theirs) is not None and (key == "max_rows" or not place):
+        if info.get(theirs) is not None and (key == "max_rows" or not file_name):
             made[key] = info[theirs]
     return made
 
@@ -235,16 +239,16 @@ def _dataset_of(found: Foreign, name: str, data_dir: Path) -> dict[str, Any]:
 # --- TRL --------------------------------------------------------------------------------------------------------------
 
 
-def _trl(found: Foreign, _place: Path) -> None:
-    data = found.data
+def _trl(settings: Foreign, _place: Path) -> None:
+    data = settings.data
     if data.get("use_peft"):
-        found.defaults = {"lora.lora_dropout": 0.05}
+        settings.defaults = {"lora.lora_dropout": 0.05}
         if not data.get("lora_target_modules"):
-            found.note(
+            settings.note(
                 "lora_target_modules", "not set: peft then chooses a few layers by model; honed's default is all"
             )
-    name, config = found.take("dataset_name"), found.take("dataset_config")
-    train, test = found.take("dataset_train_split"), found.take("dataset_test_split")
+    name, config = settings.take("dataset_name"), settings.take("dataset_config")
+    train, test = settings.take("dataset_train_split"), settings.take("dataset_test_split")
     if name is None:
         return
     common = {"path": name} | ({"name": config} if config else {})
@@ -257,41 +261,40 @@ def _trl(found: Foreign, _place: Path) -> None:
 # --- OpenAI -----------------------------------------------------------------------------------------------------------
 
 
-def _openai(found: Foreign, _place: Path) -> None:
-    data = found.data
-    method = found.take("method")
+def _openai(settings: Foreign, _place: Path) -> None:
+    data = settings.data
+    method = settings.take("method")
     kind = str(method.get("type", "supervised")) if isinstance(method, dict) else "supervised"
     if kind != "supervised":
         raise SpecError(f"method: {synonym.not_supported(kind) or shown(kind)}")
     inner = method.get("supervised") if isinstance(method, dict) else None
-    given = {**_mapping(found.take("hyperparameters")), **_mapping(_mapping(inner).get("hyperparameters"))}
+    given = {**_mapping(settings.take("hyperparameters")), **_mapping(_mapping(inner).get("hyperparameters"))}
     for key, value in given.items():
         if key == "learning_rate_multiplier" and value != "auto":
-            found.note(key, "it multiplies a rate that OpenAI chooses: write training.learning_rate")
+            settings.note(key, "it multiplies a rate that OpenAI chooses: write training.learning_rate")
         elif value == "auto":
-            found.note(key, "auto: honed's default", is_lost=False)
+            settings.note(key, "auto: honed's default", is_lost=False)
         else:
             data[key] = value
     for theirs, ours in (("training_file", "datasets"), ("validation_file", "eval_datasets")):
-        value = found.take(theirs)
+        value = settings.take(theirs)
         if value is None:
             continue
         if str(value).startswith("file-"):
-            found.note(theirs, f"{shown(value)} is a file at OpenAI: write the path of your own copy")
+            settings.note(theirs, f"{shown(value)} is a file at OpenAI: write the path of your own copy")
             data[ours] = [{"path": f"{UNKNOWN}/{value}.jsonl"}]
         else:
             data[ours] = [{"path": value}]
     if isinstance(model := data.get("model"), str) and "/" not in model:
-        found.note("model", f"{shown(model)} is not an open model: write the directory or hub id of one")
+        settings.note("model", f"{shown(model)} is not an open model: write the directory or hub id of one")
         data["model"] = f"{UNKNOWN}/model"
     integrations = data.get("integrations")
     for integration in integrations if isinstance(integrations, list) else ():
         for key in _mapping(_mapping(integration).get("wandb")):
-            found.note(f"integrations.wandb.{key}", "honed chooses where a tracker writes")
+            settings.note(f"integrations.wandb.{key}", "honed chooses where a tracker writes")
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    """Return a mapping, or an empty one for any other value."""
     return value if isinstance(value, dict) else {}
 
 
@@ -320,7 +323,6 @@ def _script(path: Path) -> Foreign:
 
 
 def _cells(text: str) -> str:
-    """Return the code of a notebook, without the lines that are no Python."""
     cells = [load["source"] for load in json.loads(text)["cells"] if load["cell_type"] == "code"]
     code = "\n".join("".join(cell) if isinstance(cell, list) else cell for cell in cells)
     return "\n".join("" if re.match(r"\s*[%!]", line) else line for line in code.splitlines())
@@ -330,7 +332,7 @@ class _Script:
     """The settings in the calls of a script."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self._found = Foreign("unsloth", {})
+        self._foreign = Foreign("unsloth", {})
         self._calls = [*_calls(tree)]
         self._named: dict[str, ast.expr] = {}  #: what a name was assigned first
         for node in ast.walk(tree):
@@ -340,18 +342,18 @@ class _Script:
                         self._named.setdefault(target.id, node.value)
 
     def read(self) -> Foreign:
-        found, training = self._found, dict[str, Any]()
+        settings, training = self._foreign, dict[str, Any]()
         is_of_unsloth = False
         for call in self._calls:
             owner, name = _called(call)
             if name.endswith("Trainer") and name not in (*_TRAINERS, "Trainer"):
-                said = synonym.not_supported(name.removesuffix("Trainer"))
-                raise SpecError(f"{name}: {said or 'honed does supervised fine-tuning'}")
+                why = synonym.not_supported(name.removesuffix("Trainer"))
+                raise SpecError(f"{name}: {why or 'honed does supervised fine-tuning'}")
             if owner in _MODELS and name == "from_pretrained":
                 is_of_unsloth = True
-                found.data |= {"load_in_4bit": True} | self._settings(call, first="model_name")
+                settings.data |= {"load_in_4bit": True} | self._settings(call, first="model_name")
             elif owner in _MODELS and name == "get_peft_model":
-                found.data |= self._adapter(call)
+                settings.data |= self._adapter(call)
             elif name in _CONFIGS:
                 training |= self._settings(call)
             elif name in _TRAINERS:
@@ -360,17 +362,17 @@ class _Script:
                 self._note(name)
         if not is_of_unsloth:
             raise SpecError("no call of FastLanguageModel.from_pretrained: this is not a script of Unsloth")
-        if found.data.get("full_finetuning"):
-            found.data.pop("load_in_4bit", None)
+        if settings.data.get("full_finetuning"):
+            settings.data.pop("load_in_4bit", None)
         self._place(training)
         self._read_data()
         if training:
-            found.data["training"] = training
-        return found
+            settings.data["training"] = training
+        return settings
 
     def _place(self, training: dict[str, Any]) -> None:
         """Settle what two calls may say: the length, which the trainer's own arguments decide."""
-        data = self._found.data
+        data = self._foreign.data
         length = data.pop("max_seq_length", 2048)
         for key in ("max_seq_length", "max_length"):
             length = training.pop(key, None) or length
@@ -399,7 +401,7 @@ class _Script:
                 is_precision = key in ("bf16", "fp16", "dtype")
                 why = "honed plans the precision itself" if is_precision else "write its value"
                 words = f"computed in the script ({ast.unparse(node)[:60]}): {why}"
-                self._found.note(key, words, is_lost=not is_precision)
+                self._foreign.note(key, words, is_lost=not is_precision)
         return made
 
     def _value(self, node: ast.expr, depth: int = 0) -> Any:
@@ -425,8 +427,8 @@ class _Script:
                 why, is_lost = "GGUF files are not supported yet", True
             case _:
                 return
-        if all(note.key != f"{name}()" for note in self._found.notes):
-            self._found.note(f"{name}()", why, is_lost=is_lost)
+        if all(note.key != f"{name}()" for note in self._foreign.notes):
+            self._foreign.note(f"{name}()", why, is_lost=is_lost)
 
     def _read_data(self) -> None:
         loads = [call for call in self._calls if _called(call)[1] == "load_dataset"]
@@ -440,19 +442,19 @@ class _Script:
             sets["eval_datasets" if is_held_out else "datasets"].append(call)
         for key, calls in sets.items():
             if made := [self._data_set(call) for call in calls]:
-                self._found.data[key] = made
-        if not self._found.data.get("datasets"):
-            self._found.note("train_dataset", "the script makes its rows itself: write them to a file")
+                self._foreign.data[key] = made
+        if not self._foreign.data.get("datasets"):
+            self._foreign.note("train_dataset", "the script makes its rows itself: write them to a file")
 
     def _data_set(self, call: ast.Call) -> dict[str, Any]:
         given = self._settings(call, first="path")
         if len(call.args) > 1:
             given |= self._settings(ast.Call(call.func, [], [ast.keyword("name", call.args[1])]))
         made = {key: item for key, item in given.items() if key in ("path", "name", "split", "revision", "data_files")}
-        if found := re.fullmatch(r"(\w+)\[:(\d+)\]", str(made.get("split"))):
-            made |= {"split": found[1], "max_rows": int(found[2])}
+        if match := re.fullmatch(r"(\w+)\[:(\d+)\]", str(made.get("split"))):
+            made |= {"split": match[1], "max_rows": int(match[2])}
         elif "[" in str(made.get("split")):
-            self._found.note("split", f"{shown(made.pop('split'))}: honed reads whole splits, or max_rows")
+            self._foreign.note("split", f"{shown(made.pop('split'))}: honed reads whole splits, or max_rows")
         if isinstance(files := made.pop("data_files", None), dict):
             files = files.get("train", next(iter(files.values()), None))
         if files is not None and made.get("path") in ("json", "csv", "parquet", "text"):
@@ -461,11 +463,11 @@ class _Script:
         elif files is not None:
             made["data_files"] = files
         for key in given.keys() - {"path", "name", "split", "revision", "data_files"}:
-            self._found.note(f"load_dataset.{key}", "honed reads the files itself")
+            self._foreign.note(f"load_dataset.{key}", "honed reads the files itself")
         if not isinstance(made.get("path"), str):
             made["path"] = f"{UNKNOWN}/rows.jsonl"
         if made["path"].startswith(UNKNOWN):
-            self._found.note("load_dataset", "the path is computed in the script: write it")
+            self._foreign.note("load_dataset", "the path is computed in the script: write it")
         return made
 
 

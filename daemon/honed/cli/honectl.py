@@ -1,10 +1,11 @@
 """honectl: submits jobs to honed, and shows their state and results.
 
-command_line.py has the verbs. This module imports nothing before it is needed: a shell runs it at each TAB.
+command_line.py has the verbs. This module imports nothing before it is needed: a shell runs it at every TAB.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -47,7 +48,7 @@ def _run(words: list[str]) -> int:
         return terminal.status_of(error)
     except PermissionError as error:
         print(terminal.plain(f"honectl: {error.filename}: {error.strerror}"), file=sys.stderr)
-        return 77  # EX_NOPERM
+        return os.EX_NOPERM
     except (KeyboardInterrupt, BrokenPipeError):
         return 130
     return status

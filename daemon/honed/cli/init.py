@@ -69,7 +69,7 @@ class Draft:
     """A job file in the making."""
 
     job: dict[str, Any]
-    found: list[str] = field(default_factory=list)  #: facts about the data
+    facts: list[str] = field(default_factory=list)  #: facts about the data
     changes: list[str] = field(default_factory=list)  #: corrections, and why
 
 
@@ -83,7 +83,7 @@ def init(instance: Instance, options: argparse.Namespace) -> int:
     verdict = _settled(instance, draft_job, wanted.method)
     convert.write_new(output, rendered(draft_job, verdict))
     terminal.say(f"{output}: written", style="green")
-    for line in [*draft_job.found, *_of_plan(verdict), *draft_job.changes]:
+    for line in [*draft_job.facts, *_of_plan(verdict), *draft_job.changes]:
         terminal.say(f"  {line}")
     draft.say_offers(instance, [verdict])
     terminal.say(f"next: honectl preview {output}; honectl trial {output}; honectl submit --wait {output}")
@@ -136,8 +136,8 @@ def _place(given: str) -> str:
     raise UsageError(f"{given or 'nothing'}: no such file or directory, and no hub id (org/name)")
 
 
-def _name(place: str) -> str:
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(place).name.partition(".")[0]).strip("-._")
+def _name(path: str) -> str:
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name.partition(".")[0]).strip("-._")
     return stem if stem and not stem.isdecimal() else f"job-{stem}".rstrip("-")
 
 
@@ -146,7 +146,7 @@ def _name(place: str) -> str:
 
 def _first_guess(wanted: Wanted) -> Draft:
     made = Draft({})
-    looks = [_look(made, place) for place in wanted.data]
+    looks = [_look(made, path) for path in wanted.data]
     num_rows = None if any(look is None for look in looks) else sum(look[0] for look in looks if look)
     length = max((look[1] for look in looks if look), default=1024)
     is_full = wanted.method == "full"
@@ -155,7 +155,7 @@ def _first_guess(wanted: Wanted) -> Draft:
         job["quantization"] = "4bit"
     if not is_full:
         job["lora"] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
-    job["datasets"] = [{"path": place} for place in wanted.data]
+    job["datasets"] = [{"path": path} for path in wanted.data]
     training: dict[str, Any] = {
         "num_train_epochs": 1 if num_rows is not None and num_rows > MANY_ROWS else 3,
         "learning_rate": 1e-5 if is_full else 2e-4,
@@ -175,13 +175,13 @@ def _first_guess(wanted: Wanted) -> Draft:
     return made
 
 
-def _look(made: Draft, place: str) -> tuple[int, int] | None:
+def _look(made: Draft, path: str) -> tuple[int, int] | None:
     """Return the number of rows of a data set, about, and a length that holds them; None before it is fetched."""
-    if is_hub_dataset(place) and not Path(place).exists():
-        made.found.append(f"{place}: fetched from the hub when the job is submitted")
+    if is_hub_dataset(path) and not Path(path).exists():
+        made.facts.append(f"{path}: fetched from the hub when the job is submitted")
         return None
     try:
-        seen = datasets.inspect(DatasetSpec(path=place), num_rows=200)
+        seen = datasets.inspect(DatasetSpec(path=path), num_rows=200)
     except HonedError:
         return None  # for the check, which knows a correction
     sizes = [len(json.dumps(row, ensure_ascii=False)) for row in seen.rows]
@@ -189,7 +189,7 @@ def _look(made: Draft, place: str) -> tuple[int, int] | None:
     num_rows = seen.num_rows if seen.is_whole or not mean else round(seen.num_bytes / mean)
     about = "" if seen.is_whole else "about "
     media = f", {seen.num_attached} of the first with images, videos or sound" if seen.num_attached else ""
-    made.found.append(f"{place}: {about}{num_rows:,} rows of {seen.format}{media}")
+    made.facts.append(f"{path}: {about}{num_rows:,} rows of {seen.format}{media}")
     longest = max(sizes, default=0) / CHARS_PER_TOKEN
     length = next((item for item in LENGTHS if longest <= item), LENGTHS[-1])
     return num_rows, max(length, LENGTHS[-1] if seen.num_attached else 0)
@@ -210,7 +210,8 @@ def _settled(instance: Instance, made: Draft, method: str | None) -> Verdict:
             if fix.get("eval_split", ...) is None:  # what only held-out rows are for goes with them
                 fix |= {"training.eval_strategy": None, "predictions": None}
             made.job = problem.mended(made.job, fix)
-            made.changes.append(f"{', '.join(problem.told_fix(error.fix))}: {_short(error)}")
+            why = re.sub(r"^line \d+: ", "", quote.show(error.message)).splitlines()[0]
+            made.changes.append(f"{', '.join(problem.told_fix(error.fix))}: {why}")
             continue
         training = made.job["training"]
         batch = training["per_device_train_batch_size"]
@@ -222,7 +223,6 @@ def _settled(instance: Instance, made: Draft, method: str | None) -> Verdict:
 
 
 def _changes_method(fix: dict[str, Any], method: str | None) -> bool:
-    """Tell whether a remedy for memory changes the method that was asked for."""
     return method is not None and any(key == "quantization" or key.partition(".")[0] == "lora" for key in fix)
 
 
@@ -233,17 +233,13 @@ def _checked(instance: Instance, made: Draft) -> Verdict:
         return draft.check_one(instance, path)
 
 
-def _short(error: HonedError) -> str:
-    return re.sub(r"^line \d+: ", "", quote.show(error.message)).splitlines()[0]
-
-
 # --- The job file -----------------------------------------------------------------------------------------------------
 
 
 def _of_plan(verdict: Verdict) -> list[str]:
     """Return what is known about the job from its plan."""
     if (plan := verdict.plan) is None:
-        needed = verdict.needs_fetch  # policy.hub allows it, or the check would have refused the job
+        needed = verdict.needs_fetch  # policy.hub allows it, or the check would have rejected the job
         what = f"{needed.repo_id} is fetched first" if needed else "it waits for another job"
         return [f"memory: not known yet, since {what}; honed plans the job then"]
     memory = plan.memory
@@ -255,7 +251,7 @@ def _of_plan(verdict: Verdict) -> list[str]:
 
 
 def rendered(made: Draft, verdict: Verdict) -> str:
-    facts = [*made.found, *_of_plan(verdict)]
+    facts = [*made.facts, *_of_plan(verdict)]
     lines = ["# Made by honectl init.", *(f"#   {convert.one_line(fact)}" for fact in facts)]
     if made.changes:
         lines += [

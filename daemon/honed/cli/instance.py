@@ -31,9 +31,10 @@ class Instance:
         down. Raises EnvironmentInvalidError for any other verb then."""
         if not self.is_up:
             from honed.cli import offline
+            from honed.job.change import CHANGES
 
             if verb in offline.VERBS:
-                with self.spool(lock=offline.changes(verb)) as spool:
+                with self.spool(lock=verb in CHANGES) as spool:
                     return offline.answer(spool, self.layout, verb, arguments)
         return self._client.ask(verb, **arguments)
 

@@ -1,4 +1,4 @@
-"""The numbers and names of all jobs, for the completion of a shell: at each TAB, so it imports and asks as little as
+"""The numbers and names of all jobs, for the completion of a shell: at every TAB, so it imports and asks as little as
 possible.
 """
 
@@ -15,7 +15,7 @@ from honed.system.layout import Layout
 TIMEOUT_SEC = 2.0
 #: Those of job.State, whose module takes longer to import than all else here.
 STATES = ("queued", "held", "running", "succeeded", "failed", "cancelled")
-#: What a name that is offered to a shell may have beside ASCII letters and digits.
+#: What a name that is offered to a shell may have besides ASCII letters and digits.
 SAFE = frozenset("._-+")
 
 

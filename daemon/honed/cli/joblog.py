@@ -73,7 +73,9 @@ def _has_journal(instance: Instance) -> bool:
     if instance.layout.root != Path("/") or not Path("/run/systemd/system").is_dir():
         return False
     files = [
-        path for place in ("/var/log/journal", "/run/log/journal") for path in Path(place).glob("*/system.journal")
+        path
+        for directory in ("/var/log/journal", "/run/log/journal")
+        for path in Path(directory).glob("*/system.journal")
     ]
     return shutil.which("journalctl") is not None and any(os.access(path, os.R_OK) for path in files)
 
@@ -109,8 +111,8 @@ def _say_quotes(instance: Instance, job: Shown) -> None:
     """Print in full the messages that quote the job's files: the journal has them without the quotes."""
     files = instance.layout.files(job["id"])
     for attempt in job["attempts"]:
-        told = (item for item in _events(files.attempt(attempt["number"])) if item.data.get("evidence"))
-        for number, item in enumerate(told):
+        quoting = (item for item in _events(files.attempt(attempt["number"])) if item.data.get("evidence"))
+        for number, item in enumerate(quoting):
             if number == 0:
                 print(f"-- attempt {attempt['number']}: text that the journal does not contain")
             _say(item)
@@ -146,17 +148,15 @@ def _read(say: Callable[[event.Event], None], attempt: Any, offset: int) -> int:
 
 def _say(item: event.Event) -> None:
     when = time.strftime("%H:%M:%S", time.localtime(item.time))
-    told = terminal.plain(_told(item)).replace("\n", "\n         ")  # no line of it looks like another event
-    print(f"{when} {told}")
+    line = terminal.plain(_text_of(item)).replace("\n", "\n         ")  # no line of it looks like another event
+    print(f"{when} {line}")
 
 
 def _say_json(number: int, item: event.Event) -> None:
-    """Print an event as a line of JSON, with its attempt's number."""
     print(json.dumps({"event": item.kind, "time": item.time} | item.data | {"attempt": number}))
 
 
 def _events(attempt: Any) -> Iterator[event.Event]:
-    """Yield all events of an attempt; none if we may not read them."""
     offset = 0
     with contextlib.suppress(PermissionError):
         while (reading := event.read(attempt.events_path, offset)).offset != offset:
@@ -164,7 +164,7 @@ def _events(attempt: Any) -> Iterator[event.Event]:
             offset = reading.offset
 
 
-def _told(item: event.Event) -> str:
+def _text_of(item: event.Event) -> str:
     match item.kind:
         case "log":
             return f"{item.data.get('level')}: {item.data.get('evidence') or item.data.get('message')}"
@@ -185,8 +185,8 @@ def _told(item: event.Event) -> str:
         case "evaluation":
             metrics = item.data.get("metrics")
             figures = metrics.items() if isinstance(metrics, dict) else ()
-            told = ", ".join(f"{name} {_short(value)}" for name, value in figures if _is_number(value))
-            return f"evaluated at step {item.data.get('step')}: {told or 'no metrics'}"
+            values = ", ".join(f"{name} {_short(value)}" for name, value in figures if _is_number(value))
+            return f"evaluated at step {item.data.get('step')}: {values or 'no metrics'}"
         case "data":
             return f"rows: {row_counts(item.data)}"
         case "checkpoint":
@@ -209,10 +209,10 @@ def _told(item: event.Event) -> str:
             return f"settings changed because memory ran out: {'; '.join(map(str, steps))}"
         case "memory":
             sizes = {key: value for key, value in item.data.items() if key.endswith("_bytes") and _is_number(value)}
-            told = ", ".join(
+            values = ", ".join(
                 f"{key.removesuffix('_bytes').replace('_', ' ')} {gib(size)}" for key, size in sizes.items()
             )
-            return f"memory ({item.data.get('when')}): {told}"
+            return f"memory ({item.data.get('when')}): {values}"
         case "audit":
             words = f"audit ({item.data.get('when')}): model {item.data.get('model_dtype')}"
             return "; ".join([words, *(f"fixed: {text}" for text in event.items(item.data, "mended"))])

@@ -44,7 +44,7 @@ class Launch:
     tool: str
     config: Path | None = None  #: the settings file that it names
     data: dict[str, Any] = field(default_factory=dict)  #: settings of the command line itself
-    place: Path = field(default_factory=Path.cwd)  #: the directory in which it is started
+    directory: Path = field(default_factory=Path.cwd)  #: the directory in which it is started
     notes: list[tuple[str, str]] = field(default_factory=list)  #: a word, and why it has no equal here
 
 
@@ -67,26 +67,26 @@ def read(path: Path) -> Launch:
     return find(text, path.absolute().parent, str(path))
 
 
-def find(text: str, place: Path, name: str) -> Launch:
+def find(text: str, directory: Path, name: str) -> Launch:
     """Find the training that a text starts in a directory; `name` is the text's, for errors."""
-    found: list[Launch] = []
+    launches: list[Launch] = []
     scripts, within = list[str](), list[str]()
     for command in shell.commands(text, name):
         words = command.words
         if words[:1] == ["cd"] and len(words) == 2 and "$" not in words[1]:
-            place = place / Path(words[1]).expanduser()
+            directory = directory / Path(words[1]).expanduser()
         elif (start := _start(words)) is not None:
-            found.append(_launch(*start, command, place))
+            launches.append(_launch(*start, command, directory))
         else:
             scripts += [word for word in words if word.endswith(".py")]
             within += [words[0] for word in words if " " in word and _start(word.split()) is not None]
-    if not found:
+    if not launches:
         named = f"; it starts {scripts[0]}" if scripts else ""
         named = f"; what {within[0]} is given as one word is not read" if within else named
         raise SpecError(
             f"{name}: no command in it that starts a training of trl, llamafactory or axolotl{named}", hint=HINT
         )
-    first, *others = found
+    first, *others = launches
     if others:
         first.notes.append(("other commands", f"{len(others)} more that start a training: convert each by itself"))
     return first
@@ -113,24 +113,24 @@ _MODULES = {
 
 
 def _start(words: Sequence[str]) -> tuple[str, int] | None:
-    """Return the tool that a command starts, and the place of its first argument. Raises SpecError if it trains what
+    """Return the tool that a command starts, and the index of its first argument. Raises SpecError if it trains what
     honed has not."""
-    for place, word in enumerate(words):
-        program, following = word.rsplit("/", 1)[-1], words[place + 1] if words[place + 1 :] else ""
+    for index, word in enumerate(words):
+        program, following = word.rsplit("/", 1)[-1], words[index + 1] if words[index + 1 :] else ""
         tool, verb = _PROGRAMS.get(program, ("", ""))
         if tool and following == verb:
-            return tool, place + 2
+            return tool, index + 2
         if tool == "trl" and (why := synonym.not_supported(following)):
             raise SpecError(f"trl {following}: {why}")
         for name, of in _MODULES.items():
             if word == name or word.endswith(f"/{name}"):
-                return of, place + 1
+                return of, index + 1
     return None
 
 
-def _launch(tool: str, start: int, command: shell.Command, place: Path) -> Launch:
+def _launch(tool: str, start: int, command: shell.Command, directory: Path) -> Launch:
     words = command.words
-    made = Launch(tool, place=place, notes=[*_counts(words[:start], command.variables)])
+    made = Launch(tool, directory=directory, notes=[*_counts(words[:start], command.variables)])
     rest = [*words[start:]]
     while rest:
         word = rest.pop(0)
@@ -156,19 +156,19 @@ def _launch(tool: str, start: int, command: shell.Command, place: Path) -> Launc
 
 
 def _counts(words: Sequence[str], variables: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
-    """Yield a note for each number of devices and machines that is said before a training, or in the environment."""
-    said: dict[str, str | None] = {}
+    """Yield a note per number of devices and machines that stands before a training, or in the environment."""
+    counts: dict[str, str | None] = {}
     for number, word in enumerate(words):
         option, sign, value = word.partition("=")
         name = option.removeprefix("--").replace("-", "_") if option.startswith("--") else option if sign else ""
-        said |= {name: value if sign else "".join(words[number + 1 : number + 2])} if name else {}
-    said = {**{name: variables[name] for name in _IN_ENVIRONMENT if name in variables}, **said}
-    machines = next((count for name, count in said.items() if name in _MACHINES and _number(count)), None)
-    if _DEVICES & said.keys() or "CUDA_VISIBLE_DEVICES" in said:
-        said.pop("FORCE_TORCHRUN", None)
-    if _DEVICES & said.keys():
-        said.pop("CUDA_VISIBLE_DEVICES", None)
-    for name, count in said.items():
+        counts |= {name: value if sign else "".join(words[number + 1 : number + 2])} if name else {}
+    counts = {**{name: variables[name] for name in _IN_ENVIRONMENT if name in variables}, **counts}
+    machines = next((count for name, count in counts.items() if name in _MACHINES and _number(count)), None)
+    if _DEVICES & counts.keys() or "CUDA_VISIBLE_DEVICES" in counts:
+        counts.pop("FORCE_TORCHRUN", None)
+    if _DEVICES & counts.keys():
+        counts.pop("CUDA_VISIBLE_DEVICES", None)
+    for name, count in counts.items():
         if name not in _DEVICES | _MACHINES and name not in _IN_ENVIRONMENT:
             continue
         num = _number(count)
@@ -196,7 +196,7 @@ def _take_plain(made: Launch, word: str) -> None:
     if match and made.tool == "llamafactory":
         _take(made, match[1], [match[2]])
     elif word.endswith(_SETTINGS) and made.config is None:
-        made.config = made.place / Path(word).expanduser()
+        made.config = made.directory / Path(word).expanduser()
     elif "$" in word:
         made.notes.append((word, "the shell computes it: write what it stands for"))
     else:
@@ -207,9 +207,10 @@ def _take(made: Launch, key: str, values: list[str]) -> None:
     if made.tool == "trl":
         key = _OF_TRL.get(key, key)
     if key == "config" and values and made.tool == "trl":
-        made.config = made.place / Path(values[0]).expanduser()
+        made.config = made.directory / Path(values[0]).expanduser()
     elif unknown := [value for value in values if "$" in value or "`" in value]:
-        made.notes.append((key, f"the shell computes it{_name_of(unknown[0])}: write its value"))
+        variable = "" if shell.COMPUTED in unknown[0] else f" ({unknown[0][:60]})"
+        made.notes.append((key, f"the shell computes it{variable}: write its value"))
     elif not values and key.startswith("no_"):
         made.data[key.removeprefix("no_")] = False
     else:
@@ -217,12 +218,7 @@ def _take(made: Launch, key: str, values: list[str]) -> None:
         made.data[key] = True if not read else read[0] if len(read) == 1 else read
 
 
-def _name_of(word: str) -> str:
-    return "" if "$computed" in word else f" ({word[:60]})"
-
-
 def _value(text: str) -> Any:
-    """Return a value as a settings file would have it: 2e-4 is a number, and a text that is no YAML is itself."""
     try:
         data = document.parse(f"value: {text}\n".encode(), ".yaml").data
     except HonedError:

@@ -26,16 +26,16 @@ ENDED = ("succeeded", "failed", "cancelled")
 
 
 def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
-    """Print the first jobs of each kind for a person, or all jobs for a script, unless the options choose otherwise."""
+    """Print the first jobs of every kind for a person, or all jobs for a script, or what the options choose."""
     if options.json and options.output not in (None, "json"):
         raise UsageError(f"--json and -o {options.output} exclude each other", hint="give one of the two")
     if options.output == "json":
         options.json = True
     if options.rejected:
-        return _list_refused(instance, options)
+        return _list_rejected(instance, options)
     columns = _columns(options.output)
-    found = _chosen(instance, options)
-    jobs = found["jobs"]
+    chosen = _chosen(instance, options)
+    jobs = chosen["jobs"]
     if options.json:
         terminal.say_json(jobs) if len(jobs) <= MAX_PRETTY else print(json.dumps(jobs))
         return 0
@@ -47,22 +47,22 @@ def list_jobs(instance: Instance, options: argparse.Namespace) -> int:
         _say_rows(columns, _rows(columns, jobs))
         return 0
     _say_jobs(jobs)
-    if left := _left_out(jobs, found["counts"]):
+    if left := _left_out(jobs, chosen["counts"]):
         terminal.say(f"… and {left}: honectl list --all", style="dim")
     if not (options.ids or options.state or options.filter):
-        _say_num_refused(found["refused"])
+        _say_num_rejected(chosen["refused"])
     _say_status(instance, jobs)
     return 0
 
 
 def _chosen(instance: Instance, options: argparse.Namespace) -> Overview:
-    """Return the jobs that the options choose, in their order, and the number of jobs in each state if only the first
+    """Return the jobs that the options choose, in their order, and the number of jobs per state if only the first
     ones were asked for."""
     choice = {"states": options.state, "names": options.ids}
     is_all = options.all or options.json or options.limit is not None or options.after is not None
     if options.sort or options.filter:
         for key in [options.sort.removeprefix("-")] if options.sort else []:
-            column.named(key)  # an unknown one is refused before all jobs are read
+            column.named(key)  # an unknown one is rejected before all jobs are read
         meets = column.test(
             options.filter or [], {"class": lambda: _classes(instance), "sweep": lambda: _sweeps(instance)}
         )
@@ -76,14 +76,12 @@ def _chosen(instance: Instance, options: argparse.Namespace) -> Overview:
 
 
 def _classes(instance: Instance) -> list[str]:
-    """Return the names of all classes, also of those that only old jobs have."""
     from honed.spec import config
 
     return sorted({*config.load(instance.layout).classes, *(job["class"] for job in instance.jobs() if job["class"])})
 
 
 def _sweeps(instance: Instance) -> list[str]:
-    """Return the names of all sweeps, and their numbers."""
     groups = [group for job in instance.jobs() if (group := job.get("group"))]
     return list(dict.fromkeys(word for group in groups for word in (group["name"], str(group["id"]))))
 
@@ -145,22 +143,21 @@ def _say_status(instance: Instance, jobs: list[Row]) -> None:
         terminal.say(_DOWN, style="dim")
 
 
-def _say_num_refused(found: Refused) -> None:
-    """Print how many refused files there are, if any."""
-    if found["num"]:
-        more = "" if found["are_all"] else " or more"
-        files = "rejected file" if found["num"] == 1 else "rejected files"
-        newest = terminal.plain(found["files"][0]["file"], limit=40)
-        terminal.say(f"{found['num']}{more} {files}, the newest {newest}: honectl list --rejected", style="dim")
+def _say_num_rejected(rejections: Refused) -> None:
+    if rejections["num"]:
+        more = "" if rejections["are_all"] else " or more"
+        files = "rejected file" if rejections["num"] == 1 else "rejected files"
+        newest = terminal.plain(rejections["files"][0]["file"], limit=40)
+        terminal.say(f"{rejections['num']}{more} {files}, the newest {newest}: honectl list --rejected", style="dim")
 
 
-def _list_refused(instance: Instance, options: argparse.Namespace) -> int:
-    """Print the refused files, the newest first."""
+def _list_rejected(instance: Instance, options: argparse.Namespace) -> int:
+    """Print the rejected files, the newest first."""
     from honed.job.database import timestamp
 
-    found: Refused = instance.ask("refused", limit=options.limit)
+    rejections: Refused = instance.ask("refused", limit=options.limit)
     if options.json:
-        terminal.say_json(found["files"])
+        terminal.say_json(rejections["files"])
         return 0
     rows = [
         [
@@ -168,7 +165,7 @@ def _list_refused(instance: Instance, options: argparse.Namespace) -> int:
             timestamp(item["refused_at"])[:16].replace("T", " "),
             terminal.plain(_cause(item["reason"]), limit=120),
         ]
-        for item in found["files"]
+        for item in rejections["files"]
     ]
     if not rows:
         terminal.say("no rejected files")
@@ -251,9 +248,9 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
             return _show_group(instance.ask("group", id=options.id), as_json=options.json)
         except UsageError:
             pass
-        if not error.message.startswith("no job ") or (refused := _refusal(instance, options.id)) is None:
+        if not error.message.startswith("no job ") or (refusal := _refusal(instance, options.id)) is None:
             raise
-        return _show_refused(refused, as_json=options.json)
+        return _show_rejected(refusal, as_json=options.json)
     if options.json:
         terminal.say_json(job)
         return 0
@@ -308,8 +305,8 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
     for item in job["events"]:
         if item["event"] == "fallback":
             terminal.say(f"fell back from {item.get('from')} to {item.get('to')}: {item.get('reason')}", style="yellow")
-        if item["event"] == "worse" and not remark and isinstance(found := item.get("found"), list):
-            terminal.say(f"ended worse than it began: {', '.join(map(str, found))}", style="yellow")
+        if item["event"] == "worse" and not remark and isinstance(findings := item.get("found"), list):
+            terminal.say(f"ended worse than it began: {', '.join(map(str, findings))}", style="yellow")
     if memory := _memory_rows(job["memory"]["estimated"], job["memory"]["used"]):
         terminal.say()
         terminal.table(["memory", "estimated", "used"], memory, right=["estimated", "used"])
@@ -320,23 +317,23 @@ def show(instance: Instance, options: argparse.Namespace) -> int:
 
 def _cluster(job: Shown) -> str:
     """Return what Slurm says of the last attempt's job: its number, its nodes, why it waits."""
-    if (told := job.get("slurm")) is None:
+    if (slurm := job.get("slurm")) is None:
         return ""
-    where = f" on {told['nodes']}" if told["nodes"] else ""
-    why = f", {told['reason']}" if told["reason"] else ""
-    number = f"Slurm job {told['id']}" if told["id"] else f"{told['name']}, not yet in Slurm"
-    return f"{number}: {told['state'].lower() or 'submitted'}{where}{why}"
+    where = f" on {slurm['nodes']}" if slurm["nodes"] else ""
+    why = f", {slurm['reason']}" if slurm["reason"] else ""
+    number = f"Slurm job {slurm['id']}" if slurm["id"] else f"{slurm['name']}, not yet in Slurm"
+    return f"{number}: {slurm['state'].lower() or 'submitted'}{where}{why}"
 
 
-def _show_group(found: GroupShown, *, as_json: bool) -> int:
+def _show_group(group: GroupShown, *, as_json: bool) -> int:
     """Print the jobs of a sweep with their values and losses."""
     if as_json:
-        terminal.say_json(found)
+        terminal.say_json(group)
         return 0
     terminal.say(
-        f"sweep {found['id']} ({found['name']}), from {found['file']}: {len(found['jobs'])} jobs", style="bold"
+        f"sweep {group['id']} ({group['name']}), from {group['file']}: {len(group['jobs'])} jobs", style="bold"
     )
-    keys = list(dict.fromkeys(key for job in found["jobs"] for key in job["values"]))
+    keys = list(dict.fromkeys(key for job in group["jobs"] for key in job["values"]))
     rows = [
         [
             job["id"],
@@ -345,16 +342,16 @@ def _show_group(found: GroupShown, *, as_json: bool) -> int:
             *(terminal.plain(json.dumps(job["values"].get(key)), limit=30) for key in keys),
             "" if job["eval_loss"] is None else f"{job['eval_loss']:.4g}",
         ]
-        for job in found["jobs"]
+        for job in group["jobs"]
     ]
     terminal.table(["id", "name", "state", *keys, "eval_loss"], rows, right=["id", "eval_loss"])
-    for job in found["jobs"]:
+    for job in group["jobs"]:
         if early := job.get("stopped_early"):
             terminal.say(f"job {job['id']} was stopped early: {early['reason']}", style="yellow")
-    if any(job.get("stopped_early") for job in found["jobs"]):
+    if any(job.get("stopped_early") for job in group["jobs"]):
         terminal.say("honectl requeue ID trains such a job to its end, from its checkpoint", style="dim")
-    if found["best"] is not None:
-        terminal.say(f"the lowest eval_loss of those that succeeded has job {found['best']}", style="green")
+    if group["best"] is not None:
+        terminal.say(f"the lowest eval_loss of those that succeeded has job {group['best']}", style="green")
     return 0
 
 
@@ -380,13 +377,13 @@ def _refusal(instance: Instance, name: str) -> Refusal | None:
     return next((file for file in files if Path(name).name in (file["file"], Path(file["file"]).stem)), None)
 
 
-def _show_refused(refused: Refusal, *, as_json: bool) -> int:
-    """Print why a file was refused."""
+def _show_rejected(refusal: Refusal, *, as_json: bool) -> int:
+    """Print why a file was rejected."""
     if as_json:
-        terminal.say_json({"state": "rejected", **refused})
+        terminal.say_json({"state": "rejected", **refusal})
     else:
-        terminal.say(f"{refused['file']}: refused, not a job", style=terminal.STATE_STYLES["rejected"])
-        for line in refused["reason"].rstrip().splitlines():
+        terminal.say(f"{refusal['file']}: refused, not a job", style=terminal.STATE_STYLES["rejected"])
+        for line in refusal["reason"].rstrip().splitlines():
             terminal.say(line)
     return 0
 

@@ -54,15 +54,15 @@ class Parser(argparse.ArgumentParser):
     """A parser whose refusals end with a hint."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse the words; one that no verb takes is refused with the nearest option."""
-        found, extra = self.parse_known_args(args, namespace)
+        """Parse the words; one that no verb takes is rejected with the nearest option."""
+        options, extra = self.parse_known_args(args, namespace)
         if extra:
-            known = self._options_of(getattr(found, "verb", None))
-            told = [hint for word in extra if (hint := _option_hint(word, known))]
-            if getattr(found, "verb", None) == "convert":
-                told = ["a command line is one word, in quotes: honectl convert 'trl sft --model_name_or_path …'"]
-            self._refuse(f"unrecognized arguments: {' '.join(extra)}", told)
-        return found
+            known = self._options_of(getattr(options, "verb", None))
+            hints = [hint for word in extra if (hint := _option_hint(word, known))]
+            if getattr(options, "verb", None) == "convert":
+                hints = ["a command line is one word, in quotes: honectl convert 'trl sft --model_name_or_path …'"]
+            self._refuse(f"unrecognized arguments: {' '.join(extra)}", hints)
+        return options
 
     def _options_of(self, verb: str | None) -> list[str]:
         parsers = [self]

@@ -47,13 +47,8 @@ class Changing:
         self.spool.pause(request.verb == "pause")
 
 
-#: The verbs that are answered here.
+#: The verbs that are answered here; those of CHANGES need the spool's lock.
 VERBS = {name for service in (Reading, Changing) for _, declaration in declared(service) for name in declaration.names}
-
-
-def changes(name: str) -> bool:
-    """Tell whether a verb changes a job's entry."""
-    return name in CHANGES
 
 
 def answer(spool: Spool, layout: Layout, name: str, arguments: dict[str, Any]) -> Any:

@@ -48,7 +48,7 @@ def predictions(instance: Instance, options: argparse.Namespace) -> int:
     return 0
 
 
-#: Columns from which on the reference is printed beside the prediction, and not above it.
+#: Columns from which on the reference is printed next to the prediction, and not above it.
 SIDE_BY_SIDE_WIDTH = 100
 
 

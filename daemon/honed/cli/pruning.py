@@ -22,7 +22,7 @@ from honed.system.part import joined
 Ask = Callable[..., Any]
 #: Seconds between looks at an unfinished removal.
 POLL_SEC = 0.1
-#: Jobs in one request: each takes the loop a millisecond or two.
+#: Jobs in one request: one takes the loop a millisecond or two.
 MAX_NUMBERS = 100
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -86,7 +86,6 @@ def prune(instance: Instance, options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _asking(instance: Instance) -> Iterator[Ask]:
-    """Yield the function that answers the verbs of a removal: the daemon's, or our own if the daemon is down."""
     if instance.is_up:
         yield instance.ask
     else:
@@ -95,7 +94,6 @@ def _asking(instance: Instance) -> Iterator[Ask]:
 
 
 def _planned(ask: Ask, arguments: Mapping[str, object]) -> PruneAnswer:
-    """Return the plan of a removal, once all sizes are known."""
     while True:
         plan: PruneAnswer = ask("prune", **arguments, dry_run=True)
         if plan["is_measured"]:
@@ -151,7 +149,6 @@ def _say_plan(plan: PruneAnswer, options: argparse.Namespace) -> None:
 
 
 def _what(number: int, options: argparse.Namespace) -> str:
-    """Name the items that go, for the beginning of a sentence."""
     noun = "rejected file" if options.rejected else "job"
     if options.rows:
         return f"{number:,} sets of encoded rows" if number > 1 else "1 set of encoded rows" if number else "no row"
@@ -211,7 +208,6 @@ class Down:
         return retention.report(chosen, sizes, is_measured=True)
 
     def _working(self) -> dict[int, int]:
-        """Return the jobs whose workers may go on without honed."""
         return {job.id: job.uid for job in self._spool.with_worker()}
 
     def _size(self, job_id: int, wish: Wish) -> int:

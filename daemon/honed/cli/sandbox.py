@@ -1,12 +1,12 @@
 """`honectl sandbox`, as root: opens the sandbox of honed's units to `policy.allowed_paths`.
 
-    honed-job@.service.d/50-allowed-paths.conf      places that jobs may write; directories in homes, else hidden
+    honed-job@.service.d/50-allowed-paths.conf      paths that jobs may write; directories in homes, else hidden
     honed.service.d, honed-check@.service.d/…       directories in homes, to read: jobs are checked before they start
 
-All other places are readable without it, as far as modes and ACLs let the users honed and honed-job. A drop-in takes
+All other paths are readable without it, as far as modes and ACLs let the users honed and honed-job. A drop-in takes
 effect at a unit's next start: honed is restarted, running jobs keep their sandbox.
 
-The units are opened to whatever lies at a path when they start. So a path is refused if others than root can put
+The units are opened to whatever lies at a path when they start. So a path is rejected if others than root can put
 another directory, or a link, in its place: they could open any directory to every job.
 """
 
@@ -54,7 +54,7 @@ def sandbox(instance: Instance, options: argparse.Namespace) -> int:
 
 
 def dropins(config: Config) -> dict[str, str]:
-    """Return the text of each unit's drop-in, empty if it needs none. Raises UsageError for a path that cannot be
+    """Return the text of every unit's drop-in, empty if it needs none. Raises UsageError for a path that cannot be
     opened."""
     allowed = [Path(path) for path in config.policy.allowed_paths or []]
     for path in allowed:

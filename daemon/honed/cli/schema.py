@@ -1,7 +1,7 @@
 """The JSON Schema of job files, for editors: names, types, ranges and choices of single keys, with their descriptions.
 
 It is more lenient than `honectl check`, which alone knows the forms of texts, the keys that go together, and what the
-files named in a job contain; a file that `check` accepts is never refused.
+files named in a job contain; a file that `check` accepts is never rejected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from honed.cli.instance import Instance
 
-#: The name of the file in etc/, and beside the installed examples.
+#: The name of the file in etc/, and next to the installed examples.
 NAME = "honed-job.schema.json"
 
 
@@ -38,9 +38,9 @@ def line() -> str:
     """Return the comment that names the installed schema to editors; empty if it is not installed."""
     data_dir = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share")
     sources = Path(honed.__file__).resolve().parents[2]
-    places = (data_dir / "doc/honed", Path("/usr/share/doc/honed"), sources / "etc")
-    found = next((place / NAME for place in places if (place / NAME).is_file()), None)
-    return f"# yaml-language-server: $schema={found.as_uri()}\n" if found else ""
+    directories = (data_dir / "doc/honed", Path("/usr/share/doc/honed"), sources / "etc")
+    path = next((directory / NAME for directory in directories if (directory / NAME).is_file()), None)
+    return f"# yaml-language-server: $schema={path.as_uri()}\n" if path else ""
 
 
 def text() -> str:
@@ -76,7 +76,6 @@ def _of_kind(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(section: dict[str, Any], model: type[BaseModel]) -> None:
-    """Give each key of a section its description."""
     section.pop("description", None)
     for name, words in docstrings(model).items():
         section["properties"][name]["description"] = " ".join(words.split())
@@ -88,9 +87,7 @@ def _plain(value: Any, *, is_names: bool = False) -> Any:
         return [_plain(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: item for key, item in value.items() if is_names or not _is_noise(key, item, value)}
+    noise = {key for key, item in value.items() if key == "default" and isinstance(item, dict)}
+    noise |= {"title"} if "$schema" not in value else set()
+    kept = {key: item for key, item in value.items() if is_names or key not in noise}
     return {key: _plain(item, is_names=key in ("properties", "$defs")) for key, item in kept.items()}
-
-
-def _is_noise(key: str, each: Any, around: dict[str, Any]) -> bool:
-    return (key == "title" and "$schema" not in around) or (key == "default" and isinstance(each, dict))

@@ -19,10 +19,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from honed import __version__
 from honed.cli import terminal
 from honed.job import tree
-from honed.system import device, durable, environment, python, training
+from honed.system import argument, device, durable, environment, python, training
 from honed.system.environment import tell
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError
 from honed.system.installed import WINDOWS
@@ -66,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--remove-old", action="store_true", help="remove environments and versions of honed that nothing uses"
     )
-    made.add_argument("--version", action="version", version=f"honed-setup {__version__}")
+    argument.add_version(made)
     return made
 
 
@@ -180,7 +179,6 @@ def _recipe() -> Path:
 
 
 def _digest(recipe: Path) -> str:
-    """Return a hash of all that decides about an environment's content, but for its device."""
     digest = hashlib.sha256(f"{sys.version_info.major}.{sys.version_info.minor}\0".encode())
     for path in sorted(path for path in recipe.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(recipe)}\0".encode() + path.read_bytes() + b"\0")
@@ -230,10 +228,10 @@ def is_free(at: Path) -> bool:
 
 
 def _switch(at: Path) -> None:
-    beside = training.CURRENT.with_name(".current.new")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(at.name)
-    beside.rename(training.CURRENT)
+    temporary_path = training.CURRENT.with_name(".current.new")
+    temporary_path.unlink(missing_ok=True)
+    temporary_path.symlink_to(at.name)
+    temporary_path.rename(training.CURRENT)
     durable.sync_dir(training.DIR)
 
 

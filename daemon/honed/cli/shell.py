@@ -19,7 +19,7 @@ from honed.system.error import SpecError
 
 #: What stands for the output of a command, or for arithmetic.
 COMPUTED = "$computed"
-#: Characters of a variable, which could double itself with each line.
+#: Characters of a variable, which could double itself with every line.
 MAX_VALUE = 64 * 1024
 _OUTPUT = r"`[^`]*` | \$\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)"
 _DOUBLE = rf'"(?:\\.|{_OUTPUT}|[^"\\])*+"'
@@ -62,7 +62,7 @@ class Command:
 
 
 def commands(text: str, name: str) -> Iterator[Command]:
-    """Yield each simple command of a script. Raises SpecError for a script of which they are not known; `name` is the
+    """Yield the simple commands of a script. Raises SpecError for a script of which they are not known; `name` is the
     script's, for that."""
     values: Values = {}
     for sign, words in _simple(text.replace("\r\n", "\n").replace(_BLANK, ""), name):
@@ -84,7 +84,7 @@ def commands(text: str, name: str) -> Iterator[Command]:
 
 
 def _simple(text: str, name: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the words of each simple command, as they are written, without its redirections, after the sign before
+    """Yield the words of every simple command, as they are written, without its redirections, after the sign before
     it."""
     before, words, is_redirected, at = ";", list[str](), False, 0
 

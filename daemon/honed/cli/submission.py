@@ -31,10 +31,10 @@ VERDICT_TIMEOUT_SEC = 90.0
 
 def submit(instance: Instance, options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as copies:
-        found = [copies.enter_context(relative.resolved(path)) for path in options.files]
-        for change in () if options.json else [change for item in found for change in item.changes]:
+        resolved = [copies.enter_context(relative.resolved(path)) for path in options.files]
+        for change in () if options.json else [change for item in resolved for change in item.changes]:
             terminal.say(str(change))
-        return _submit(instance, options, [item.path for item in found])
+        return _submit(instance, options, [item.path for item in resolved])
 
 
 def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) -> int:
@@ -44,7 +44,7 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
     checked = [_checked(instance, path, paths, given) for path, given in zip(paths, options.files, strict=True)]
     if any(isinstance(item, HonedError) for item in checked):
         _remove_copies(instance, options)
-        _say_refused(options, checked)
+        _say_rejected(options, checked)
         return 1
     if options.wait and not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, so there is nothing to wait for", hint="start it first")
@@ -57,8 +57,8 @@ def _submit(instance: Instance, options: argparse.Namespace, paths: list[Path]) 
         if instance.is_up and verdict.needs_fetch and not options.wait:
             answers.append({"file": str(path), "id": None, "state": "fetching", **verdict.needs_fetch.as_dict()})
         elif instance.is_up:
-            told = None if options.json else _Fetching(instance, sent.name).say
-            answers.append(_verdict(instance, sent, since, is_fetched=bool(verdict.needs_fetch), told=told))
+            on_wait = None if options.json else _Fetching(instance, sent.name).say
+            answers.append(_verdict(instance, sent, since, is_fetched=bool(verdict.needs_fetch), on_wait=on_wait))
             if verdict.members and answers[-1].get("group"):
                 answers[-1] = _group(instance, answers[-1]["group"]["id"], len(verdict.members))
         else:
@@ -142,37 +142,36 @@ def _stage(instance: Instance, path: Path, *, quiet: bool) -> Path:
 
 
 def _remove_copies(instance: Instance, options: argparse.Namespace, path: Path | None = None) -> None:
-    """Remove the copies that --stage has made for one refused file, or for all files."""
     from honed.job.staging import place_of
 
     for file in [path] if path else options.files if options.stage else []:
-        place = place_of(file, instance.layout)
-        if options.stage and place is not None:
-            tree.remove(place)
+        directory = place_of(file, instance.layout)
+        if options.stage and directory is not None:
+            tree.remove(directory)
 
 
-def _checked(instance: Instance, path: Path, beside: list[Path], original: Path) -> Any:
+def _checked(instance: Instance, path: Path, others: list[Path], original: Path) -> Any:
     """Return the check's verdict on a file, or the error with which honed would refuse it. Raises UsageError without a
     file."""
     try:
-        return draft.check_one(instance, path, beside=beside, original=original)
+        return draft.check_one(instance, path, others=others, original=original)
     except UsageError:
         raise
     except HonedError as error:
         return error
 
 
-def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
-    """Print why nothing was submitted: each file that would be refused."""
-    refused = {path: file for path, file in zip(options.files, checked, strict=True) if isinstance(file, HonedError)}
-    for path, error in () if options.json else refused.items():
+def _say_rejected(options: argparse.Namespace, checked: list[Any]) -> None:
+    """Print why nothing was submitted: the files that would be rejected."""
+    rejected = {path: file for path, file in zip(options.files, checked, strict=True) if isinstance(file, HonedError)}
+    for path, error in () if options.json else rejected.items():
         terminal.complain(error, prefix=f"{path}: ")
-    if len(checked) > len(refused) and not options.json:
-        terminal.say(f"nothing was submitted: {len(refused)} of {len(checked)} files would be rejected", style="red")
+    if len(checked) > len(rejected) and not options.json:
+        terminal.say(f"nothing was submitted: {len(rejected)} of {len(checked)} files would be rejected", style="red")
     if options.json:
         answers = [
-            {"file": str(path), "id": None, "state": "rejected", "error": refused[path].as_dict()}
-            if path in refused
+            {"file": str(path), "id": None, "state": "rejected", "error": rejected[path].as_dict()}
+            if path in rejected
             else {"file": str(path), "id": None, "state": None}
             for path in options.files
         ]
@@ -180,7 +179,7 @@ def _say_refused(options: argparse.Namespace, checked: list[Any]) -> None:
 
 
 class _Fetching:
-    """The progress of the fetches for one arrival: a line for each tenth, and for each new problem."""
+    """The progress of the fetches for one arrival: a line per tenth, and per new problem."""
 
     def __init__(self, instance: Instance, source: str) -> None:
         self._instance, self._source = instance, source
@@ -201,21 +200,21 @@ class _Fetching:
 
 
 def _verdict(
-    instance: Instance, sent: _Sent, since: float, *, is_fetched: bool, told: Callable[[], None] | None = None
+    instance: Instance, sent: _Sent, since: float, *, is_fetched: bool, on_wait: Callable[[], None] | None = None
 ) -> Mapping[str, Any]:
     """Return honed's verdict on a file just sent. If something has to be fetched first (`is_fetched`), it may take
-    hours; `told` is called meanwhile.
+    hours; `on_wait` is called meanwhile.
     """
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while time.monotonic() < deadline or (is_fetched and instance.is_up):
         job: Row | None = instance.ask("accepted", id=sent.name, since=timestamp(since), number=sent.number)
         if job is not None:
             return job
-        refused: Refusal | None = instance.ask("refusal", id=sent.name, number=sent.number)
-        if refused is not None and refused["refused_at"] >= since:
-            return {"id": None, "state": "rejected", "reason": refused["reason"]}
-        if is_fetched and told is not None:
-            told()
+        rejection: Refusal | None = instance.ask("refusal", id=sent.name, number=sent.number)
+        if rejection is not None and rejection["refused_at"] >= since:
+            return {"id": None, "state": "rejected", "reason": rejection["reason"]}
+        if is_fetched and on_wait is not None:
+            on_wait()
         time.sleep(0.05)
     return {"id": None, "state": None}
 
@@ -224,10 +223,10 @@ def _group(instance: Instance, number: int, num_jobs: int) -> Mapping[str, Any]:
     """Return a sweep's jobs once all are accepted; fewer if honed refuses some of them, or takes them later."""
     deadline = time.monotonic() + VERDICT_TIMEOUT_SEC
     while True:
-        found = instance.ask("group", id=str(number))
-        if len(found["jobs"]) >= num_jobs or time.monotonic() > deadline:
-            ids = [job["id"] for job in found["jobs"]]
-            return {"id": number, "name": found["name"], "state": "sweep", "num_jobs": num_jobs, "jobs": ids}
+        sweep = instance.ask("group", id=str(number))
+        if len(sweep["jobs"]) >= num_jobs or time.monotonic() > deadline:
+            ids = [job["id"] for job in sweep["jobs"]]
+            return {"id": number, "name": sweep["name"], "state": "sweep", "num_jobs": num_jobs, "jobs": ids}
         time.sleep(0.1)
 
 
@@ -259,8 +258,8 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
     draft.checked(instance, options.file)
     if not instance.is_up:
         raise EnvironmentInvalidError("honed is not running, but a trial runs as a job", hint="start it first")
-    with relative.resolved(options.file) as found:
-        content = document.parse(found.path.read_bytes(), found.path.suffix).data
+    with relative.resolved(options.file) as resolved:
+        content = document.parse(resolved.path.read_bytes(), resolved.path.suffix).data
     if sweep.is_in(content):
         content = sweep.first(content).document
     with tempfile.TemporaryDirectory(prefix="honectl-") as directory:
@@ -278,29 +277,29 @@ def try_out(instance: Instance, options: argparse.Namespace) -> int:
         if (why := terminal.why_waiting(job)) != waits and why and not options.json:
             terminal.say(f"  waits: {why}", style="dim")
         waits = why
-    told = next((item for item in reversed(job["events"]) if item["event"] == "trial"), None)
+    trial_event = next((item for item in reversed(job["events"]) if item["event"] == "trial"), None)
     if options.json:
-        terminal.say_json({"id": job["id"], "error": job["error"], "findings": told})
-    elif told is None:
+        terminal.say_json({"id": job["id"], "error": job["error"], "findings": trial_event})
+    elif trial_event is None:
         following.say_end(job)
     else:
-        _say_findings(trial.Findings.from_dict(told))
-    return int(told is None or told["verdict"] == "does_not_learn")
+        _say_findings(trial.Findings.from_dict(trial_event))
+    return int(trial_event is None or trial_event["verdict"] == "does_not_learn")
 
 
 _VERDICT_STYLES = {"learns": "green", "learns_slowly": "yellow", "does_not_learn": "red"}
 
 
-def _say_findings(found: trial.Findings) -> None:
+def _say_findings(findings: trial.Findings) -> None:
     """Print the findings of a trial in plain words, and its first row with masked and trained text."""
     drawn = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     drawn.add_column(style="bold", no_wrap=True)
     drawn.add_column(overflow="fold")
-    for title, text in trial.words(found):
-        style = _VERDICT_STYLES[found.verdict] if title == trial.ASKED else ""
+    for title, text in trial.words(findings):
+        style = _VERDICT_STYLES[findings.verdict] if title == trial.ASKED else ""
         drawn.add_row(title, Text(terminal.plain(text), style=style))
     terminal.console.print(drawn)
-    if found.segments:
+    if findings.segments:
         terminal.say()
         terminal.say("The first row, with trained text marked:", style="bold")
-        terminal.say_drawn(terminal.segments(found.segments))
+        terminal.say_drawn(terminal.segments(findings.segments))

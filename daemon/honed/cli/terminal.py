@@ -17,7 +17,18 @@ from rich.text import Text
 
 from honed.job.progress import duration
 from honed.system import quote
-from honed.system.error import ErrorRecord, HonedError, NotPermittedError, UsageError
+from honed.system.error import (
+    DatasetError,
+    DiskShortError,
+    ErrorRecord,
+    HonedError,
+    MemoryShortError,
+    ModelError,
+    NotPermittedError,
+    PrecisionError,
+    SpecError,
+    UsageError,
+)
 from honed.system.printable import printable
 
 if TYPE_CHECKING:
@@ -83,8 +94,8 @@ def say_drawn(text: Text) -> None:
     for number, line in enumerate(text.split("\n", allow_blank=True) or [text]):
         indent = "  " if number else ""
         parts = line.wrap(console, max(console.width - 4, 20)) if console.is_terminal else [line]
-        for place, part in enumerate(parts):
-            console.print(Text(indent + "  " * bool(place)) + part, soft_wrap=True)
+        for index, part in enumerate(parts):
+            console.print(Text(indent + "  " * bool(index)) + part, soft_wrap=True)
 
 
 def say_json(value: Any) -> None:
@@ -132,13 +143,17 @@ def doing(words: str) -> Iterator[None]:
 
 
 def status_of(error: HonedError) -> int:
-    """Return the exit status for an error: 1 for a refused job file, 2 for wrong usage, 77 without permission, else
-    69."""
-    if isinstance(error, UsageError):
-        return 2
-    if error.code == NotPermittedError.code:
-        return NotPermittedError.exit_status
-    return 1 if error.is_refusal or error.exit_status in {65, 66, 73, 78, 80, 82} else 69  # EX_UNAVAILABLE
+    """Return the exit status for an error: 1 for a rejected job file, that of its class for wrong usage and missing
+    permissions, else the one for what is not available."""
+    match error:
+        case UsageError():
+            return UsageError.exit_status
+        case _ if error.code == NotPermittedError.code:
+            return NotPermittedError.exit_status
+        case SpecError() | DatasetError() | ModelError() | PrecisionError() | MemoryShortError() | DiskShortError():
+            return 1
+        case _:
+            return 1 if error.is_refusal else os.EX_UNAVAILABLE
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:

@@ -39,7 +39,7 @@ def watch(ask: Ask, reference: str | None, *, as_json: bool = False) -> int:
     if as_json:
         return _lines(ask, reference, lambda job, glance: print(json.dumps(glance or job), flush=True))
     if not terminal.console.is_terminal:
-        return _lines(ask, reference, _Teller().say)
+        return _lines(ask, reference, _LinePrinter().say)
     meter = Meter()
     with Live(console=terminal.console, auto_refresh=False) as live:
         while True:
@@ -51,7 +51,6 @@ def watch(ask: Ask, reference: str | None, *, as_json: bool = False) -> int:
 
 
 def _look(ask: Ask, reference: str | None) -> tuple[Sequence[Row], Glance | None, float]:
-    """Return the watched jobs, the one job if only one is watched, and the seconds until the next look."""
     began = time.monotonic()
     one: Glance | None = ask("glance", id=reference) if reference is not None else None
     jobs = [one] if one is not None else ask("list")
@@ -127,17 +126,17 @@ def _lines(ask: Ask, reference: str | None, say: Callable[[Row, Glance | None], 
         time.sleep(rest_sec)
 
 
-class _Teller:
-    """Prints a line for each change of a job, and its predictions when they are new."""
+class _LinePrinter:
+    """Prints a line per change of a job, and its predictions when they are new."""
 
     def __init__(self) -> None:
         self._meter = Meter()
-        self._told: dict[int, int] = {}  # job → the step whose predictions were printed last
+        self._last_steps: dict[int, int] = {}  # job → the step whose predictions were printed last
 
     def say(self, job: Row, glance: Glance | None) -> None:
         taken = self._meter.words(glance) if glance else ""
         terminal.say(terminal.job_line(job) + (f"  {taken}" if taken else ""))
-        for line in _told(glance, self._told) if glance else ():
+        for line in _new_predictions(glance, self._last_steps) if glance else ():
             terminal.say(line)
 
 
@@ -148,15 +147,15 @@ def _glance(ask: Ask, job: Row) -> Glance | None:
     return glance
 
 
-def _told(glance: Glance, told: dict[int, int]) -> Iterator[str]:
-    """Yield the latest predictions, a line each, if they are new."""
+def _new_predictions(glance: Glance, shown: dict[int, int]) -> Iterator[str]:
+    """Yield the latest predictions, one per line, if they are new."""
     rows = glance["predictions"]
-    if not rows or told.get(glance["id"]) == rows[0]["step"]:
+    if not rows or shown.get(glance["id"]) == rows[0]["step"]:
         return
-    told[glance["id"]] = rows[0]["step"]
+    shown[glance["id"]] = rows[0]["step"]
     for row in rows:
-        said = compared(compare((row["ground_truth"] or "").strip(), (row["prediction"] or "").strip())).plain
-        yield _flat(f"    step {row['step']} #{row['sample_index']}: {_cut(said)}")
+        comparison = compared(compare((row["ground_truth"] or "").strip(), (row["prediction"] or "").strip())).plain
+        yield _flat(f"    step {row['step']} #{row['sample_index']}: {_cut(comparison)}")
 
 
 # -- a terminal -------------------------------------------------------------------------------------------------------
@@ -174,9 +173,9 @@ def _screen(ask: Ask, jobs: Sequence[Row], one: Glance | None, meter: Meter) -> 
 
 
 def _machine_line() -> str:
-    found = device.probe()[0]
-    held = found.total_bytes - found.free_bytes
-    return f"{terminal.plain(found.name)}: {size(held)} of {size(found.total_bytes)} in use"
+    memory = device.probe()[0]
+    held = memory.total_bytes - memory.free_bytes
+    return f"{terminal.plain(memory.name)}: {size(held)} of {size(memory.total_bytes)} in use"
 
 
 def _table(jobs: Sequence[Row], courses: dict[int, list[float]]) -> Table:

@@ -54,7 +54,7 @@ def web(instance: Instance, options: argparse.Namespace) -> int:
         print(link, flush=True)
         if is_ours:
             print("Serving until you press Ctrl+C.", file=sys.stderr, flush=True)
-            if options.open:  # beside us: it may not return before it has the page
+            if options.open:  # in a process of its own: it may not return before it has the page
                 threading.Thread(target=_open, args=(layout, link), daemon=True).start()
         elif options.open:
             _open(layout, link)

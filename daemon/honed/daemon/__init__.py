@@ -1,4 +1,9 @@
-"""The loop and its steps: arrivals, the queue, running jobs, housekeeping, the socket's verbs."""
+"""The loop and its steps: arrivals, the queue, running jobs, housekeeping, the socket's verbs.
+
+Why does this job wait?                     daemon/obstacles.py; behind which others, daemon/backfill.py
+What happens to a dropped file?             daemon/arrivals/intake.py
+What happens when the worker dies?          daemon/settling.py, from the outcome that run/outcome.py makes
+"""
 
 import sys
 from types import ModuleType

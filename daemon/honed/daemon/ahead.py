@@ -1,8 +1,8 @@
 """The choice of the jobs that are staged (staging.py): those that are next for a busy device.
 
-A job's turn comes by the queue's order, as ever: a job that comes first then starts first, staged or not. A staged job
-loses its place to another one if it is not among the next for REPLACE_AFTER_SEC, and gives it back if it waits for
-something else by now, its worker hangs, or memory or disk space is short.
+Staging does not change the queue's order: the first job starts first, staged or not. A staged job's worker is
+dropped if the job is not among the next for REPLACE_AFTER_SEC or waits for something else by now, if the worker hangs,
+or if memory or disk space is short.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEADY = frozenset({"load", "audit", "mask", "baseline", "train", "evaluate", "p
 MIN_PROCESSORS = 2
 #: Seconds for which nothing is staged after memory was short.
 STEP_BACK_SEC = 300.0
-#: Bytes of disk space that must be left beside a staged job's rows.
+#: Bytes of disk space that must be left besides a staged job's rows.
 MIN_FREE_DISK_BYTES = 1024**3
 #: Needs of rows that take nothing.
 NO_NEEDS = RowNeeds(0, 0, 0)
@@ -80,14 +80,13 @@ def why_not(
     if usage.available_bytes(group) < share * config.stage_min_available_bytes + needs.memory_bytes:
         return "little memory is available"
     with contextlib.suppress(OSError):
-        found = os.statvfs(jobs_dir)
-        if found.f_bavail * found.f_frsize < share * MIN_FREE_DISK_BYTES + needs.disk_bytes:
+        space = os.statvfs(jobs_dir)
+        if space.f_bavail * space.f_frsize < share * MIN_FREE_DISK_BYTES + needs.disk_bytes:
             return "little disk space is available"
     return ""
 
 
 def _is_prepared(running: Running) -> bool:
-    """Return True if a running job has its libraries and its data: its worker was staged, or is past its own start."""
     was_staged = running.job.attempt.staged_at is not None and running.job.attempt.num_starts == 1
     return was_staged or running.phase in STEADY
 
@@ -148,8 +147,8 @@ class Ahead:
         busy = self._busy()
         first = list(itertools.islice(queue.startable(), len(busy) + len(waiting) + MAX_LOOKS))
         self._replace(waiting, {job.id for job in first[: max(len(busy), 1)]})
-        if not all(map(self._is_waiting, self._workers)):
-            return  # one at a time: it may still need much memory
+        if any(worker.pulse.phase != "staged" for worker in self._workers):
+            return  # one at a time: until it waits at its gate it may still need much memory
         for job in first:
             if job.id in self._workers.numbers or self._workers.has_given_up(job):
                 continue
@@ -162,7 +161,7 @@ class Ahead:
                 plan = PlanFile.read(self._layout.files(job.id).plan_path)
                 is_stageable, backend, needs = _is_stageable(job, plan), plan.backend.name, plan.row_needs
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                is_stageable, backend, needs = False, "", NO_NEEDS  # its turn will tell
+                is_stageable, backend, needs = False, "", NO_NEEDS  # its turn reports it
             if not is_stageable:
                 self._workers.give_up(job)
             elif not why_not(self._config().jobs, self._layout.jobs_dir, group=self._group, needs=needs):
@@ -180,10 +179,6 @@ class Ahead:
             elif worker.asked_at is None and self._clock() - worker.pulse.heard_at >= limit_sec:
                 log.warning("job %d (%s): its staged worker hangs, and ends", worker.job_id, worker.name)
                 self._workers.drop(worker, for_good=True)
-
-    def _is_waiting(self, worker: Worker) -> bool:
-        """Return True if a worker waits at its gate: it will need no more memory before its turn."""
-        return worker.pulse.phase == "staged"
 
     def _busy(self) -> list[Device]:
         """Return the devices whose jobs are past their own start, and go on."""

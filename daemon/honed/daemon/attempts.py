@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from honed.daemon.following import Following
 from honed.daemon.pace import Pace
-from honed.daemon.running import Running, Staged, clear, gpu_of, keys_of, names_of, next_number
+from honed.daemon.running import Running, Staged, clear, keys_of, names_of, next_number
 from honed.daemon.settling import Settling
 from honed.daemon.shares import Use
 from honed.job import recovery, row_cache
@@ -71,17 +71,9 @@ class Attempts:
         )
         self._settling = Settling(layout, lambda: self.config, spool, database, self.rows, self.running)
         self.failures = failures or Failures(log)  #: of single jobs' steps
+        self.is_stopping = False  #: honed itself was asked to stop
         self._unadopted: dict[int, Job] = {}  # not taken over yet, for an error
         self._pace = Pace()
-
-    @property
-    def is_stopping(self) -> bool:
-        """True if honed itself was asked to stop."""
-        return self._settling.is_stopping
-
-    @is_stopping.setter
-    def is_stopping(self, is_so: bool) -> None:
-        self._settling.is_stopping = is_so
 
     def is_left(self, job_id: int) -> bool:
         """Return True if a running job continues while honed is down."""
@@ -92,7 +84,7 @@ class Attempts:
         return {key for running in self.running.values() for key in running.job.attempt.devices or ("",)}
 
     def in_use(self) -> Iterator[Use]:
-        """Yield what each running job takes of the devices."""
+        """Yield what every running job takes of the devices."""
         now = Moment.now()
         for running in self.running.values():
             sec = running.job.attempt.ran_sec(now) * max(1, running.job.num_gpus)
@@ -161,7 +153,7 @@ class Attempts:
         if staged is not None:
             running.let_through()
         else:
-            running.launch(gpu_of(attempt))
+            running.launch()
         return running
 
     def adopt(self, job: Job) -> None:
@@ -242,7 +234,6 @@ class Attempts:
         return 0.0 if self.is_stopping else rest_sec
 
     def _alone(self, job: Job) -> contextlib.AbstractContextManager[None]:
-        """Run one job's step, which is tried again after an error; other jobs are not affected."""
         return self.failures.alone(f"job {job.id} ({job.name})")
 
     # -- end ----------------------------------------------------------------------------------------------------------
@@ -255,7 +246,9 @@ class Attempts:
         with self._pace.step():
             for running in filter(self._may_read, list(self.running.values())):
                 with self._alone(running.job):
-                    if (job := self._settling.settle(running, sec=self._pace.left_sec)) is not None:
+                    if (
+                        job := self._settling.settle(running, sec=self._pace.left_sec, is_stopping=self.is_stopping)
+                    ) is not None:
                         settled.append(job)
         return settled
 

@@ -97,51 +97,55 @@ class Availability:
 
     # -- what holds now -----------------------------------------------------------------------------------------------
 
-    def obstacle(self, job: Job, found: Device) -> tuple[str, str] | None:
+    def obstacle(self, job: Job, device: Device) -> tuple[str, str] | None:
         """Return why a job may not start on a device: a code for programs, and a text that follows `GPU 0 is`; None if
         it may."""
-        return self.closed(found) or self.reserved(found, job)
+        return self.closed(device) or self.reserved(device, job)
 
-    def closed(self, found: Device) -> tuple[str, str] | None:
+    def closed(self, device: Device) -> tuple[str, str] | None:
         """Return why no job may start on a device, as `obstacle` does: `drained` or `hours`; None if jobs may."""
-        if (drain := self._drain(found.key)) is not None:
+        if (drain := self._drain(device.key)) is not None:
             return "drained", f"drained{f': {drain.reason}' if drain.reason else ''}"
-        hours = self._hours_of(found)
+        hours = self._hours_of(device)
         if not self._is_open(hours):
             opens = hours.next_change(self._now())
             return "hours", f"closed{f' until {self._when(opens)}' if opens is not None else ''}: device.hours"
         return None
 
-    def why_vacate(self, found: Device) -> str | None:
+    def why_vacate(self, device: Device) -> str | None:
         """Return why the job that runs on a device has to give it up now; None if it may continue."""
-        if (drain := self._drain(found.key)) is not None and drain.is_now:
-            return f"{found.label} was drained{f': {drain.reason}' if drain.reason else ''}"
-        return None if self._is_open(self._hours_of(found)) else f"the hours of {found.label} ended"
+        if (drain := self._drain(device.key)) is not None and drain.is_now:
+            return f"{device.label} was drained{f': {drain.reason}' if drain.reason else ''}"
+        return None if self._is_open(self._hours_of(device)) else f"the hours of {device.label} ended"
 
-    def reserved(self, found: Device, job: Job | None) -> tuple[str, str] | None:
+    def reserved(self, device: Device, job: Job | None) -> tuple[str, str] | None:
         """Return for whom a device is reserved, as `obstacle` does; None if it is not, or for this job."""
-        reservation = self._reservation(found.key)
-        if reservation is None or (job is not None and _is_for(reservation, job)):
+        reservation = self._standing.reservations.get(device.key)
+        if reservation is None or self._is_over(reservation):
             return None
+        is_by_job = reservation.job is not None
+        if job is not None and (job.id == reservation.job if is_by_job else job.uid == reservation.uid):
+            return None
+        whom = f"job {reservation.job}" if is_by_job else f"user {reservation.user}"
         until = f" until {self._when(reservation.until)}" if reservation.until is not None else ""
-        return "reserved", f"reserved for {_whom(reservation)}{until}"
+        return "reserved", f"reserved for {whom}{until}"
 
     def rows(self, devices: Iterable[Device]) -> list[DeviceRow]:
         """Return all devices, and those that do not respond but are drained or reserved, each with what closes it."""
-        present = {found.key: found for found in devices}
+        present = {device.key: device for device in devices}
         keys = {**self._standing.drains, **self._standing.reservations}
         absent = [Device("cuda", key, uuid=key) for key in keys if key not in {*present, ALL}]
         return [
             {
-                "device": found.key,
-                "label": found.label,
-                "name": found.name if found.key in present else None,
+                "device": device.key,
+                "label": device.label,
+                "name": device.name if device.key in present else None,
                 "closures": [
                     Closure(reason=code, detail=text)
-                    for code, text in filter(None, (self.closed(found), self.reserved(found, None)))
+                    for code, text in filter(None, (self.closed(device), self.reserved(device, None)))
                 ],
             }
-            for found in [*present.values(), *absent]
+            for device in [*present.values(), *absent]
         ]
 
     def next_change(self, devices: Iterable[Device]) -> float:
@@ -150,23 +154,19 @@ class Availability:
         moments = [
             reservation.until for reservation in self._standing.reservations.values() if reservation.until is not None
         ]
-        for found in devices:
-            hours = self._hours_of(found)
+        for device in devices:
+            hours = self._hours_of(device)
             self._is_open(hours)
             moments.append(self._hours[hours][1])
         return min((moment - now for moment in moments if moment > now), default=math.inf)
 
     def unknown_names(self, devices: Iterable[Device]) -> list[str]:
         """Return the names in device.hours_of that no device has."""
-        known = {name for found in devices for name in _names(found)}
+        known = {name for device in devices for name in _names(device)}
         return [name for name in self._config().device.hours_of if name not in known]
 
     def _drain(self, key: str) -> Drain | None:
         return self._standing.drains.get(key) or self._standing.drains.get(ALL)
-
-    def _reservation(self, key: str) -> Reservation | None:
-        reservation = self._standing.reservations.get(key)
-        return reservation if reservation is not None and not self._is_over(reservation) else None
 
     def _is_over(self, reservation: Reservation) -> bool:
         if reservation.until is not None and reservation.until <= self._now():
@@ -176,8 +176,8 @@ class Availability:
         job = self._spool.listed(reservation.job)
         return job is None or job.state.is_final
 
-    def _hours_of(self, found: Device) -> Hours:
-        return self._config().device.hours_for(*_names(found))
+    def _hours_of(self, device: Device) -> Hours:
+        return self._config().device.hours_for(*_names(device))
 
     def _is_open(self, hours: Hours) -> bool:
         """Return True if hours are open now; computed when they change, and when the clock was set back."""
@@ -193,7 +193,7 @@ class Availability:
         """Return a moment for people: `Mon 20:00 (in 3 h)`; almost a week ahead, and later, with its date."""
         left = moment - self._now()
         words = time.strftime("%a %H:%M" if left < 6 * 86400 else "%Y-%m-%d %H:%M", time.localtime(moment))
-        # Rounded up to minutes: each change of the text is an event for all who watch the queue.
+        # Rounded up to minutes: every change of the text is an event for all who watch the queue.
         minutes = max(1, math.ceil(left / 60))
         return f"{words} (in {f'{minutes} min' if minutes < 90 else f'{round(minutes / 60)} h'})"
 
@@ -207,7 +207,7 @@ class Availability:
     def drain(self, devices: Iterable[Device], reason: str, *, is_now: bool) -> None:
         """Start no further jobs on these devices. Raises OSError if that cannot be made durable."""
         drain = Drain(self._now(), plain(reason.replace("\n", " "), max_chars=MAX_REASON), is_now)
-        self._put(drains={**self._standing.drains, **{found.key: drain for found in devices}})
+        self._put(drains={**self._standing.drains, **{device.key: drain for device in devices}})
 
     def undrain(self, keys: Iterable[str]) -> None:
         """End the drains of these devices; `all` ends every one. Raises UsageError for one that is not drained, and
@@ -225,7 +225,7 @@ class Availability:
         if until is not None and not until > self._now():
             raise UsageError("a reservation cannot end in the past", hint="give --until a later time, or --for")
         reservation = Reservation(self._now(), until=until, **whom)
-        self._put(reservations={**self._standing.reservations, **{found.key: reservation for found in devices}})
+        self._put(reservations={**self._standing.reservations, **{device.key: reservation for device in devices}})
 
     def unreserve(self, keys: Iterable[str]) -> None:
         """End the reservations of these devices; `all` ends every one. Raises UsageError for one that is not reserved,
@@ -249,18 +249,10 @@ class Availability:
         self._standing = standing
 
 
-def _names(found: Device) -> list[str]:
+def _names(device: Device) -> list[str]:
     """Return the names of a device in device.hours_of, the most specific first."""
-    index = [str(found.index)] if found.index is not None else []
-    return [*([found.uuid] if found.uuid else []), *index, *([found.kind] if not found.uuid else [])]
-
-
-def _is_for(reservation: Reservation, job: Job) -> bool:
-    return job.id == reservation.job if reservation.job is not None else job.uid == reservation.uid
-
-
-def _whom(reservation: Reservation) -> str:
-    return f"job {reservation.job}" if reservation.job is not None else f"user {reservation.user}"
+    index = [str(device.index)] if device.index is not None else []
+    return [*([device.uuid] if device.uuid else []), *index, *([device.kind] if not device.uuid else [])]
 
 
 def _without(standing: Mapping[str, Any], keys: Iterable[str], what: str) -> dict[str, Any]:

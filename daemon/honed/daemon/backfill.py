@@ -4,9 +4,9 @@
     a later job       ── ends before that, by its time_limit_sec ──► starts there all the same (it has passed)
 
 A job that has passed gives its devices back, by a checkpoint, as soon as the waiting one could start with them: others
-may end earlier than expected. No later job passes one that has lost the time of a checkpoint so, except those that came
-before the job that it lost it to: jobs after those wait for them, too. When the reservation ends is told by the time
-limits of running jobs, else by their own estimates; with neither, none passes.
+may end earlier than expected. If B has passed A, and A lost the time of B's checkpoint, no job that came after B passes
+A any more; one that came before B still may. The reservation ends by the time limits of running jobs, else by
+their own estimates; with neither, none passes.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ class Backfill:
         taken: set[str] = set()  # by jobs that come before the next one
         for job in startable:
             is_held_up = bool(self._waits) and not self._may_pass(job)
-            found = None if is_held_up else self._free_or_given_back(job, taken)
-            if found is None:
+            offer = None if is_held_up else self._free_or_given_back(job, taken)
+            if offer is None:
                 self._wait(job)
                 continue
-            keys, given_back = found
+            keys, given_back = offer
             taken |= keys
             for item in given_back:
                 if item.job.stop is None:
@@ -147,30 +147,26 @@ class Backfill:
         number = max(1, job.num_places)
         for group in self._placement.groups_for(job):
             keys = {item.key for item in group} - taken
-            found = sorted(keys & self._placement.free_keys(job))[:number]
+            have = sorted(keys & self._placement.free_keys(job))[:number]
             chosen: list[Running] = []
             stopping = [item for item in self._attempts.running.values() if item.job.stop is not None]
             passing = [item for item in self._attempts.running.values() if _gives_way(item, job)]
             for item in [*stopping, *(item for item in reversed(passing) if item.job.stop is None)]:
-                if len(found) < number and (theirs := keys & set(item.job.attempt.devices)):
+                if len(have) < number and (theirs := keys & set(item.job.attempt.devices)):
                     chosen.append(item)
-                    found += sorted(theirs)[: number - len(found)]
-            if len(found) >= number:
-                return set(found), chosen
+                    have += sorted(theirs)[: number - len(have)]
+            if len(have) >= number:
+                return set(have), chosen
         return None
 
     def _may_pass(self, job: Job) -> bool:
         """Return True if a job may start before all that wait: it ends in time, and none of them has lost the time of a
         checkpoint to an earlier job than this."""
-        is_in_time = self._ends_within(job, self._waits[0].in_sec)
-        return is_in_time and all(job.id <= self._delayed.get(wait.job.id, job.id) for wait in self._waits)
-
-    @staticmethod
-    def _ends_within(job: Job, seconds: float) -> bool:
-        """Return True if a waiting job's time limit ends within so many seconds from now."""
-        if job.time_limit_sec is None or math.isinf(seconds):
+        in_sec = self._waits[0].in_sec
+        if job.time_limit_sec is None or math.isinf(in_sec):
             return False
-        return job.time_limit_sec - sum(attempt.spent_sec for attempt in job.attempts) <= seconds
+        is_in_time = job.time_limit_sec - sum(attempt.spent_sec for attempt in job.attempts) <= in_sec
+        return is_in_time and all(job.id <= self._delayed.get(wait.job.id, job.id) for wait in self._waits)
 
 
 def _gives_way(running: Running, job: Job) -> bool:
@@ -180,7 +176,6 @@ def _gives_way(running: Running, job: Job) -> bool:
 
 
 def _left_sec(running: Running, job: Job) -> float:
-    """Return the seconds until a running job leaves its devices to another; infinity if that is not known."""
     if running.job.stop is not None or _gives_way(running, job):
         return 0.0
     left_sec = running.left_sec

@@ -1,4 +1,4 @@
-"""The queued and held jobs: their order, and the conditions that each of them waits for.
+"""The queued and held jobs: their order, and the conditions that they wait for.
 
 Only this module knows the whole set, which follows the spool's catalog. A job's conditions are checked when the job
 comes or changes, and when one of its dependencies does: a pass over a long queue costs as much as has changed since the
@@ -74,12 +74,12 @@ class _Ready:
             yield self._jobs[place.job_id]
 
     def first_ones(self, number: int) -> dict[int, list[Job]]:
-        """Return the first jobs of each user, so many of each kind at most."""
-        found: dict[int, list[Job]] = {}
+        """Return the first jobs of every user, at most `number` of each kind."""
+        first: dict[int, list[Job]] = {}
         for queues in self._queues.values():
             for uid, places in queues.items():
-                found.setdefault(uid, []).extend(self._jobs[place.job_id] for place in places[:number])
-        return found
+                first.setdefault(uid, []).extend(self._jobs[place.job_id] for place in places[:number])
+        return first
 
     def first_of(self, job: Job) -> Job | None:
         """Return the first of the same user's jobs that want the same kind of device."""
@@ -160,7 +160,7 @@ class Backlog:
         return job_id in self._ready
 
     def first_ones(self, number: int) -> dict[int, list[Job]]:
-        """Return the first jobs of each user that wait for nothing but a device, so many of each kind at most."""
+        """Return the first jobs of every user that wait for nothing but a device, at most `number` of each kind."""
         return self._ready.first_ones(number)
 
     def first_of(self, job: Job) -> Job | None:
@@ -212,10 +212,10 @@ class Backlog:
         for state in _WAITING:
             for job in self._spool.jobs(state):
                 self._put(job)
-        self._spool.catalog.listen(self._told)
+        self._spool.catalog.listen(self._follow)
         self._database.put_jobs(self._spool.catalog)
 
-    def _told(self, old: Listed | None, new: Job | None) -> None:
+    def _follow(self, old: Listed | None, new: Job | None) -> None:
         """Follow a change of a job's entry, and mark the jobs that depend on it for another check."""
         changed = new or old
         if changed is None:
@@ -228,7 +228,6 @@ class Backlog:
         self._unsure |= self._users.get(changed.id, set())
 
     def _put(self, job: Job) -> None:
-        """Keep a job; its conditions are checked in the next pass."""
         self._jobs[job.id] = job
         if job.state is State.QUEUED:
             self._num_queued += 1

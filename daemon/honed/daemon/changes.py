@@ -49,7 +49,7 @@ class Changes:
 
     @verb("cancel", right=Right.OWNER, wakes=True, takes_arrival=True)
     def cancel(self, request: Request, asker: Asker, item: Job | Waiting) -> ChangedRow | Arrival:
-        """Cancel a job, or refuse an arrival whose model is being fetched."""
+        """Cancel a job, or reject an arrival whose model is being fetched."""
         if isinstance(item, Job):
             return self.change(request, asker, item)
         self.fetches.cancel(item.id)

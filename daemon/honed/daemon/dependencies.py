@@ -28,13 +28,13 @@ _ENDED = {State.FAILED: "failed", State.CANCELLED: "was cancelled"}
 class _Blocking:
     """A dependency that will not succeed by itself."""
 
-    found: Listed | None  #: None if it was removed
+    other: Listed | None  #: None if it was removed
     words: str
 
 
 def _blocked(job: Job, blocking: Sequence[_Blocking]) -> EnvironmentInvalidError:
     """Return the error that explains why a job is held and how to let it continue."""
-    numbers = [str(item.found.id) for item in blocking if item.found is not None]
+    numbers = [str(item.other.id) for item in blocking if item.other is not None]
     again = ""
     if len(numbers) == len(blocking):
         which = "that job has" if len(numbers) == 1 else "these jobs have"
@@ -52,43 +52,43 @@ class Dependencies:
 
     def of(self, job: Job) -> list[Listed]:
         """Return the existing jobs that this one depends on."""
-        return [found for reference in job.depends_on if (found := self._find(reference)) is not None]
+        return [other for reference in job.depends_on if (other := self._find(reference)) is not None]
 
     def are_met(self, job: Job) -> bool:
         """Return True if all have succeeded. If one will not succeed by itself, hold the job."""
         if blocking := self._blocking(job):
             self._hold(job, blocking)
             return False
-        return all(found.state is State.SUCCEEDED for found in self.of(job))
+        return all(other.state is State.SUCCEEDED for other in self.of(job))
 
     def look_at_held(self, job: Job) -> None:
         """Release a job whose dependency has succeeded since it was held; else update the reason why it is held."""
         if job.held_for is None:
             return
-        found = self._spool.listed(job.held_for)
-        if found is None or found.state is not State.SUCCEEDED:
-            self._tell_anew(job, found)
+        other = self._spool.listed(job.held_for)
+        if other is None or other.state is not State.SUCCEEDED:
+            self._renew_reason(job, other)
             return
         released = self._spool.move(job, State.QUEUED, error=None, held_for=None)
         log.info(
-            "job %d (%s): released: job %d (%s) succeeded", job.id, job.name, found.id, found.name, extra=about(job)
+            "job %d (%s): released: job %d (%s) succeeded", job.id, job.name, other.id, other.name, extra=about(job)
         )
         self._database.put_job(released)
 
-    def _tell_anew(self, job: Job, found: Listed | None) -> None:
-        """Update the reason why a job is held. `found` is the job that it is held for."""
+    def _renew_reason(self, job: Job, other: Listed | None) -> None:
+        """Update the reason why a job is held. `other` is the job that it is held for."""
         blocking = self._blocking(job)
-        is_requeued = found is not None and found.state not in _ENDED
+        is_requeued = other is not None and other.state not in _ENDED
         if blocking:
             problem = _blocked(job, blocking)
-        elif found is not None and is_requeued:
+        elif other is not None and is_requeued:
             problem = EnvironmentInvalidError(
-                f"it depends on job {found.id} ({found.name}), which was requeued and has not succeeded yet",
+                f"it depends on job {other.id} ({other.name}), which was requeued and has not succeeded yet",
                 hint=f"it continues when that job has succeeded; or honectl cancel {job.id}",
             )
         else:
             return  # it depends on a name, which by now means another job
-        numbers = [item.found.id for item in blocking if item.found is not None]
+        numbers = [item.other.id for item in blocking if item.other is not None]
         held_for = job.held_for if is_requeued or job.held_for in numbers else next(iter(numbers), None)
         if (problem.as_dict(), held_for) == (job.error, job.held_for):
             return
@@ -105,15 +105,15 @@ class Dependencies:
         """Return the dependencies of a job that will not succeed by themselves."""
         blocking = []
         for reference in job.depends_on:
-            found = self._find(reference)
-            if found is None and not self._had_succeeded(reference, job):
+            other = self._find(reference)
+            if other is None and not self._had_succeeded(reference, job):
                 pruned = self._spool.pruned.get(reference)
                 ended = (
                     f"({pruned.name}), which {query.words_of_pruned(pruned)}" if pruned else "which no longer exists"
                 )
                 blocking.append(_Blocking(None, f"job {reference} {ended}"))
-            elif found is not None and found.state in _ENDED:
-                blocking.append(_Blocking(found, f"job {found.id} ({found.name}), which {_ENDED[found.state]}"))
+            elif other is not None and other.state in _ENDED:
+                blocking.append(_Blocking(other, f"job {other.id} ({other.name}), which {_ENDED[other.state]}"))
         return blocking
 
     def _had_succeeded(self, reference: str, job: Job) -> bool:
@@ -130,11 +130,10 @@ class Dependencies:
             problem.message,
             extra=about(job, message.HELD, state=State.HELD, hint=problem.hint),
         )
-        first = next((item.found.id for item in blocking if item.found is not None), None)
+        first = next((item.other.id for item in blocking if item.other is not None), None)
         self._database.put_job(self._spool.move(job, State.HELD, error=problem.as_dict(), held_for=first))
 
     def _find(self, reference: str) -> Listed | None:
-        """Return the job of that number, else the newest job of that name."""
         if reference.isdecimal() and (job := self._spool.listed(int(reference))) is not None:
             return job
         return max(self._spool.named(reference), key=lambda job: job.id, default=None)

@@ -51,7 +51,7 @@ ARRIVAL_GRACE_SEC = 10.0
 NOT_NOW_SEC = 10.0
 
 
-#: Jobs of each user of which one must be able to start, for the user to compete.
+#: Jobs of a user of which one must be able to start, for the user to compete.
 MAX_LOOKS = 8
 
 
@@ -100,7 +100,7 @@ class Selection:
                 self._plans.ask(job, choice.devices[0])
         first = next(self._backlog.ready(for_gpu=[True], levels={}), None)
         if first is not None and not self._attempts.running and not self._placement.is_any_free(wants_gpu=True):
-            self._tell_waits(first)
+            self._log_wait(first)
         return None
 
     def startable(self) -> Iterator[Job]:
@@ -133,18 +133,18 @@ class Selection:
                 yield job
 
     def queue(self) -> Iterator[Job]:
-        """Yield all queued jobs in the order in which they start, as far as it can be told now: first those that wait
+        """Yield all queued jobs in the order in which they start, as far as it is known now: first those that wait
         for a device alone, then those of users beyond a limit, then those that wait for something else as well."""
         users = set(self._backlog.first_ones(1))
         beyond = {uid for uid in users if self._shares.obstacle(uid)}
         levels, spends = self._shares.expected_levels(users), self._shares.start_costs
-        told: set[int] = set()
+        first: set[int] = set()
         for but in (beyond, users - beyond):
             for job in self._backlog.ready(for_gpu=(True, False), levels=levels, but=but, spends=spends):
                 if self.obstacles.of_job(job) is None:
-                    told.add(job.id)
+                    first.add(job.id)
                     yield job
-        yield from (job for job in self._spool.catalog.unfinished(State.QUEUED) if job.id not in told)
+        yield from (job for job in self._spool.catalog.unfinished(State.QUEUED) if job.id not in first)
 
     def _is_here(self, job: Job) -> bool:
         """Return True if a job could start on a device that is taken or free now: only then does its user compete."""
@@ -153,7 +153,7 @@ class Selection:
         why = self.obstacles.device(job)
         return why is None or why.reason == "device"
 
-    def _tell_waits(self, job: Job) -> None:
+    def _log_wait(self, job: Job) -> None:
         why = self.obstacles.device(job)
         if job.id not in self._waiting and why is not None and why.reason == "device":
             self._waiting.add(job.id)
@@ -304,7 +304,6 @@ class Dispatch:
         return self._attempts.failures.alone(f"job {job.id} ({job.name})")
 
     def _retry_delay_sec(self, job: Job) -> float:
-        """Return the delay before a retry: none before the first, then twice as long each time."""
         if job.state is not State.QUEUED or job.num_failures <= 1 or job.outcome == "interrupted":
             return 0.0
         delay: float = self._config().jobs.retry_delay_sec * 2 ** (job.num_failures - 2)
@@ -392,7 +391,6 @@ class Dispatch:
             self._ahead.hurry()
 
     def _backend_of(self, job: Job) -> str:
-        """Return the backend that loads the base. Raises OSError, ValueError, KeyError or TypeError for a bad plan."""
         name = PlanFile.read(self._spool.files(job.id).plan_path).backend.name
         if job.attempts and job.attempts[-1].num_starts > 1:
             name = job.attempts[-1].backend  # it fell back before, and would again

@@ -1,9 +1,9 @@
 """Edits of jobs that wait: a new job file, which is checked as if it arrived now.
 
     edit ── kept (job/editing.py) ──► replanning (a helper checks it as its owner) ──► made: entry, job file and plan
-                                          └─ refused, or it changes what stays: the job is as it was
+                                          └─ rejected, or it changes what stays: the job is as it was
 
-Until that is settled the job does not start. Once the entry says that it is being edited, no error refuses it any more:
+Until that is settled the job does not start. Once the entry says that it is being edited, no error rejects it any more:
 the edit is completed as soon as that is possible. What honed kept when it was killed is checked again.
 """
 
@@ -63,7 +63,7 @@ class Editing:
         self._not_asked: list[Job] = []  # of the helper
         self._answers: dict[int, Answer] = {}
         self._verdicts: dict[int, HonedError | None] = {}
-        self._put_off: set[int] = set()  # that could not be settled, and of which the journal was told
+        self._put_off: set[int] = set()  # that could not be settled, which the journal has
 
     @property
     def numbers(self) -> Set[int]:
@@ -141,7 +141,7 @@ class Editing:
         self._answers[number] = answer
 
     def settle(self) -> None:
-        """Make or refuse the edits that the helpers have answered on, each by itself. Raises OSError if the machine
+        """Make or reject the edits that the helpers have answered on, each by itself. Raises OSError if the machine
         prevents one of them; it is tried again then, as is one that has begun, whatever prevents it."""
         self._edits.tend()
         while self._not_asked:
@@ -168,7 +168,7 @@ class Editing:
             raise fault
 
     def _settled(self, number: int, answer: Answer) -> HonedError | None:
-        """Make one edit, or drop it. Returns the reason of a refusal; before the edit has begun, an error of ours is
+        """Make one edit, or drop it. Returns the reason of a rejection; before the edit has begun, an error of ours is
         one, too. Raises an exception if it can be neither made nor dropped now."""
         path, job = self._pending[number], self._spool.job(number)
         if job is None:
@@ -184,7 +184,7 @@ class Editing:
             return InternalError(f"the edit failed: {said(error)}", hint="journalctl -u honed has the error")
 
     def _settle(self, job: Job, path: Path, answer: Answer) -> HonedError | None:
-        """Make one edit, or drop it. Returns the reason of a refusal."""
+        """Make one edit, or drop it. Returns the reason of a rejection."""
         plan = self._plan_of(job)
         before = dict(plan.document.get("spec") or {})
         try:
@@ -213,14 +213,15 @@ class Editing:
         self._placement.forget(job)
         self._database.put_job(job)
         self._database.put_edits(job)
-        told = _sections(before, answer.spec) if isinstance(answer, Passed) else "planned again before it starts"
-        log.info("job %d (%s): edited: %s", job.id, job.name, told, extra=about(job, message.EDITED))
+        text = "planned again before it starts"
+        if isinstance(answer, Passed):  # deeper keys may be a user's own words
+            text = ", ".join(_changed(before, answer.spec)) or "no value changed"
+        log.info("job %d (%s): edited: %s", job.id, job.name, text, extra=about(job, message.EDITED))
         for warning in answer.warnings if isinstance(answer, Passed) else ():
             log.warning("job %d (%s): %s", job.id, job.name, warning, extra=about(job))
         return None
 
-    def _plan_of(self, job: Job) -> PlanFile:
-        """Return a job's plan; an empty one if it cannot be read."""
+    def _plan_of(self, job: Job) -> PlanFile:  # an empty one if it cannot be read
         try:
             return PlanFile.read(self._spool.files(job.id).plan_path)
         except (OSError, ValueError) as error:
@@ -232,7 +233,8 @@ class Editing:
 
     def _changes(self, job: Job, before: Mapping[str, Any], answer: Passed) -> dict[str, Any]:
         """Return the changes of a job's entry. Raises HonedError if the job cannot become what its new file says."""
-        self._require_waiting(job)
+        if not job.is_editable:
+            raise UsageError(f"job {job.id} ({job.name}) is {job.state} by now, and was not edited")
         _check_kept(job, before, answer)
         is_pinned = answer.spec.get("pin") if bool(answer.spec.get("pin")) != bool(before.get("pin")) else job.is_pinned
         changes = {**facts_of(answer), "is_pinned": bool(is_pinned), "is_deferred": bool(job.inputs)}
@@ -245,12 +247,7 @@ class Editing:
         self._acceptance.check_against_others(replace(job, **changes))
         return changes
 
-    def _require_waiting(self, job: Job) -> None:
-        if not job.is_editable:
-            raise UsageError(f"job {job.id} ({job.name}) is {job.state} by now, and was not edited")
-
     def _check_no_circle(self, job: Job) -> None:
-        """Raise SpecError if a job would wait for itself."""
         ahead, seen = list(self._backlog.dependencies.of(job)), set[int]()
         while ahead:
             other = ahead.pop()
@@ -261,13 +258,7 @@ class Editing:
                 ahead += self._backlog.dependencies.of(whole)
 
 
-def _sections(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return the top-level keys that differ, for the journal: deeper ones may be a user's own words."""
-    return ", ".join(_changed(before, after)) or "no value changed"
-
-
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the top-level keys that differ."""
     return [key for key in {**before, **after} if _stated(before.get(key)) != _stated(after.get(key))]
 
 

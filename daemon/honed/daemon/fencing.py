@@ -1,5 +1,5 @@
 """Fencing: a worker that lives, and of which no entry says so, keeps its device until it ends. The machine is asked at
-start, at each rescan, and when a start has failed in a way that may have left a worker.
+start, at every rescan, and when a start has failed in a way that may have left a worker.
 
 live workers ── compared with ── running/ ── missing there ──► an entry, from its copy, from plan.json, or bare
                                                   corrupt/ ◄──────┴──► adopted, shown, cancelled as any other
@@ -34,6 +34,8 @@ UNKNOWN_DEVICE = "unknown"
 RETRY_SEC = 5.0
 #: Digits of an attempt's number, at most.
 MAX_DIGITS = 4
+#: The states of a job that has not begun: a worker of it is ahead of its turn.
+_WAITING = {State.QUEUED, State.HELD}
 
 
 class Fence:
@@ -67,12 +69,12 @@ class Fence:
             return []
         self.ahead = []
         try:
-            found = [live for live in self._runner.live() if live.job_id not in (followed or ())]
+            unfollowed = [live for live in self._runner.live() if live.job_id not in (followed or ())]
         except OSError as error:
             self.fault = f"running workers cannot be listed, so no job is started: {error}"
             self._look_at = self._clock() + RETRY_SEC
             return []
-        fenced = [job for live in found if (job := self._fence(live, is_known=followed is None)) is not None]
+        fenced = [job for live in unfollowed if (job := self._fence(live, is_known=followed is None)) is not None]
         self.fault, self._look_at = "", self._clock() + self._interval()
         return fenced
 
@@ -82,7 +84,9 @@ class Fence:
         number = live.attempt[0] if live.attempt is not None else None
         if job is not None and job.state is State.RUNNING and number in {None, job.attempt.number}:
             return None if is_known else job
-        if live.is_staged or (live.attempt is None and job is not None and _may_wait(job)):
+        if live.is_staged or (
+            live.attempt is None and job is not None and job.state in _WAITING and job.num_staged > 0
+        ):
             self.ahead.append(live)
             return None
         if job is not None and job.state.is_final and number in {None, *(attempt.number for attempt in job.attempts)}:
@@ -98,11 +102,6 @@ class Fence:
         return rebuilt
 
 
-def _may_wait(job: Job) -> bool:
-    """Return True if a worker of a job of which nothing else is known is ahead of its turn: the job has not begun."""
-    return job.state in {State.QUEUED, State.HELD} and job.num_staged > 0
-
-
 def _entry_of(files: JobFiles, job: Job | None, live: Live) -> Job:
     """Return an entry for a live worker, from the best that there is."""
     job = job or copy_of(files) or _planned(files, live)
@@ -116,8 +115,7 @@ def _entry_of(files: JobFiles, job: Job | None, live: Live) -> Job:
     return dataclasses.replace(job, attempts=(*job.attempts, attempt))
 
 
-def _last_attempt(files: JobFiles) -> int:
-    """Return the last attempt's number by its directory, which the worker itself could have made."""
+def _last_attempt(files: JobFiles) -> int:  # by its directory, which the worker itself could have made
     with contextlib.suppress(OSError):
         names = untrusted.names_in(files.attempts_dir)
         return max((int(name) for name in names if name.isdecimal() and len(name) <= MAX_DIGITS), default=1)

@@ -38,7 +38,7 @@ class _Rest:
 
 class Following:
     """Follows the events of one attempt from `offset` on; all it knows may be lost. `clock` is monotonic seconds;
-    `heard` is called with each event once it is in the database."""
+    `heard` is called with every event once it is in the database."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Following:
         return self._clock() - self.heard_at
 
     def read_rest(self, job: Job, *, sec: float, max_sec: float = math.inf) -> bool | None:
-        """Read the last events of a worker that has ended, for about `sec` seconds of each turn, for `max_sec` in all.
+        """Read the last events of a worker that has ended, for about `sec` seconds of every turn, for `max_sec` in all.
         Returns None while it goes on, then True, or False if some are left to be counted later.
 
         Events that cannot be counted now are logged and block nothing; a reader's lock on the database is waited for.
@@ -196,9 +196,9 @@ class Following:
         except sqlite3.Error:
             return False
 
-    def tell_fallback(self, job: Job) -> None:
+    def record_fallback(self, job: Job) -> None:
         """Record the fallback of the latest attempt in the database, once."""
         self._rest = None  # another worker goes on with the attempt
-        if (told := rebuild.fallback_event(job)) is not None and not self._database.has_event(job, told.kind):
+        if (fallback := rebuild.fallback_event(job)) is not None and not self._database.has_event(job, fallback.kind):
             offset = self._database.offset(job.id, job.attempt.number)
-            self._database.apply(job, event.Reading([told], offset, 0))
+            self._database.apply(job, event.Reading([fallback], offset, 0))

@@ -51,7 +51,7 @@ class Halvings:
             return
         try:
             last, num_steps = self._database.evaluated(job.id)
-            if num_steps is None:  # told with the loss of the first steps
+            if num_steps is None:  # reported with the loss of the first steps
                 return
             # Each evaluation is a reason to look: those of the others, which came first, may be read after its own.
             ours = self._sweep_of(job) if last != known else []
@@ -67,7 +67,6 @@ class Halvings:
         self._seen[job.id] = running.following.offset, last
 
     def _reached(self, job: Job, steps: Iterable[int]) -> list[int]:
-        """Return the rungs that a job has reached, of those at these steps."""
         return list(itertools.takewhile(lambda step: self._database.evaluations([job.id], [step])[job.id], steps))
 
     def _sweep_of(self, job: Job) -> list[int]:
@@ -99,14 +98,12 @@ def cut_of(
     """Return the first rung that ends a job, which makes `num_steps`; None if it goes on. `evaluations`: of the jobs of
     its sweep, by number."""
     for number, step in enumerate(rungs(halving, num_steps), 1):
-        reached = {
-            evaluation: found for evaluation in evaluations if (found := _at(evaluations[evaluation], step)) is not None
-        }
+        reached = {item: first for item in evaluations if (first := _at(evaluations[item], step)) is not None}
         if (own := reached.get(job_id)) is None or own.step >= num_steps:
             return None
         # Those that came first; two in the same millisecond in the order of their numbers.
-        earlier = {item: found for item, found in reached.items() if (found.time, item) <= (own.time, job_id)}
-        num_better = sum(found.eval_loss < own.eval_loss for found in earlier.values())
+        earlier = {item: first for item, first in reached.items() if (first.time, item) <= (own.time, job_id)}
+        num_better = sum(evaluation.eval_loss < own.eval_loss for evaluation in earlier.values())
         num_kept = -(-len(earlier) // halving["eta"])
         if num_better >= num_kept:
             return Cut(number, own.step, own.eval_loss, num_better + 1, len(earlier), num_kept)

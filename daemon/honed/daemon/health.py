@@ -42,7 +42,7 @@ class Health:
         self._pause_until = 0.0
 
     def run(self, steps: Iterable[Callable[[], None]]) -> str:
-        """Run these steps, each whatever the others do. Returns the machine's fault that kept one of them, or one of
+        """Run these steps, whatever the others do. Returns the machine's fault that kept one of them, or one of
         their items, from working."""
         self.failures.begin()
         num_broken = num_unforeseen = 0
@@ -82,14 +82,15 @@ class Health:
         """Return the seconds for which the next pass has to wait, even if something wakes the loop."""
         return self._pause_until - self._clock()
 
-    def note(self, fault: str, tell: Callable[[str], None]) -> None:
-        """Report a machine fault such as a full disk once, and once more when it is over; `tell` notifies."""
+    def note(self, fault: str, notify: Callable[[str], None]) -> None:
+        """Report a machine fault such as a full disk once, and once more when it is over; `notify` gets the
+        fault, or nothing."""
         if fault and not self.fault:
             log.error("honed cannot work: %s", fault, extra=about(message=message.DEGRADED))
-            tell(fault)
+            notify(fault)
         elif self.fault and not fault:
             log.info("honed can work again", extra=about(message=message.RECOVERED))
-            tell("")
+            notify("")
         self.fault = fault
 
 

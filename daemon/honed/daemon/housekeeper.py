@@ -162,7 +162,6 @@ class Pruning:
                 self._rows.append(number)
 
     def _finish_pruning(self, now: float) -> None:
-        """Complete the pruning of jobs of which an operation failed."""
         try:
             self._spool.finish_prune(*self._half_pruned)
         except OSError:
@@ -223,7 +222,7 @@ class Sweep:
         """True during a look."""
         return self._look is not None
 
-    def begin_anew(self, now: float) -> None:
+    def restart(self, now: float) -> None:
         """End the current look, which goes by limits that no longer hold; the next one is due now."""
         self._look, self.due_at = None, now
 
@@ -238,7 +237,7 @@ class Sweep:
             except StopIteration:
                 self._look = None
             except BaseException:
-                self._look = None  # begun anew at the next interval, not in the next turn
+                self._look = None  # it starts again at the next interval, not in the next turn
                 raise
 
     def _look_over(self) -> Iterator[None]:
@@ -248,7 +247,9 @@ class Sweep:
             log.warning("the system clock was set by %.0f s: nothing is removed for its age this time", jump)
             return
         yield from self._refused(config)
-        if _wants_jobs(config):
+        ages = (config.max_checkpoint_age_days, config.max_failed_checkpoint_age_days)
+        limits = retention.job_limits(config) or retention.checkpoint_limits(config)
+        if limits or any(age is not None for age in ages):
             yield from self._over_jobs(config, list(self._spool.catalog))
         yield from self._pruning.find_leftovers()
 
@@ -258,8 +259,8 @@ class Sweep:
         files: list[Item] = []
         yield from retention.look_at_refused(self._spool, reasons, files)
         num_removed = 0  # files and their reasons are of one number
-        for found in (reasons, files):
-            beyond = retention.excess(map(self._as_of_now, found), limits, now=self._now())
+        for items in (reasons, files):
+            beyond = retention.excess(map(self._as_of_now, items), limits, now=self._now())
             yield
             num = 0
             for item in beyond:
@@ -389,7 +390,7 @@ class Housekeeper:
     def reload(self, config: Config) -> None:
         """Apply a new configuration, with a look at all jobs now."""
         self._config = config
-        self._sweep.begin_anew(self._clock())
+        self._sweep.restart(self._clock())
 
     def close(self) -> None:
         """Kill the child: the next start finds its unfinished work."""
@@ -441,19 +442,19 @@ class Housekeeper:
                 raise ValueError(f"at most {retention.MAX_ASKED} numbers at a time")
         except (TypeError, ValueError) as error:
             raise UsageError(f"pruned: {error}") from error
-        found: dict[str, Removed] = {}
+        removed: dict[str, Removed] = {}
         for number in numbers:
             item = f"{kind}:{number}"
             job = self._spool.pruned.get(number) or self._spool.listed(number)
             if job is not None and not asker.may_read(job):
                 continue
             if not self._removals.is_pending(item) and not self._pruning.has_rows(number):
-                found[str(number)] = self._removals.done(item).as_dict()
-        return found
+                removed[str(number)] = self._removals.done(item).as_dict()
+        return removed
 
     def num_bytes(self, uid: int) -> int:
         """Return the bytes of a user's cached rows, and of the directories of the user's jobs that do not run, as far
-        as they are measured; the others are measured now. It is looked up anew after SUM_AGE_SEC."""
+        as they are measured; the others are measured now. The sum is kept for SUM_AGE_SEC."""
         now = self._clock()
         if uid not in self._sums or now - self._sums[uid][0] >= SUM_AGE_SEC:
             jobs = [job for job in self._spool.catalog if job.uid == uid and job.state is not State.RUNNING]
@@ -465,9 +466,9 @@ class Housekeeper:
             self._sums[uid] = (now, total)
         return self._sums[uid][1]
 
-    def listen(self, told: Callable[[str, int], None]) -> None:
-        """Register a callback for each removal: it gets the kind, `job` or `checkpoints`, and the bytes."""
-        self._removals.listeners.append(told)
+    def listen(self, listener: Callable[[str, int], None]) -> None:
+        """Register a callback for every removal: it gets the kind, `job` or `checkpoints`, and the bytes."""
+        self._removals.listeners.append(listener)
 
     def remove_copies(self, job: Job) -> None:
         """Remove the copies that `submit --stage` made for a job that has succeeded."""
@@ -476,9 +477,3 @@ class Housekeeper:
     def free_checkpoints(self, job_id: int) -> None:
         """Free the disk space of checkpoints that were already set aside."""
         self._removals.want(f"checkpoints:{job_id}")
-
-
-def _wants_jobs(config: RetentionConfig) -> bool:
-    ages = (config.max_checkpoint_age_days, config.max_failed_checkpoint_age_days)
-    limits = retention.job_limits(config) or retention.checkpoint_limits(config)
-    return bool(limits) or any(age is not None for age in ages)

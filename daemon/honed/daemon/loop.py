@@ -24,7 +24,6 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from honed import __version__
@@ -49,7 +48,7 @@ from honed.run.fetcher import FetchRunner
 from honed.run.runner import Runner
 from honed.spec import config
 from honed.spec.config import Config
-from honed.system import durable, log_quota, message, python
+from honed.system import argument, durable, log_quota, message, python
 from honed.system import layout as layouts
 from honed.system import log as logs
 from honed.system.device import Device
@@ -156,11 +155,11 @@ class Daemon:
         with _without_collection():
             self._recover()
         placement = self._dispatch.placement
-        placement.tell()
+        placement.report()
         if placement.fault:
             self._publishing.notices.tell_of_machine(placement.fault)
         self._note_fault(self._health.failures.fault)
-        self._status.report()  # before READY=1: whoever waited for that reads it, and what is wrong
+        self._status.report()  # before READY=1: a client that waited for that reads it, and what is wrong
         self._notifier.ready()
         line = self._health.ask(self._status.line, "")
         log.info("honed %s ready: %s", __version__, line, extra=about(message=message.READY))
@@ -207,7 +206,6 @@ class Daemon:
         self._health.note(fault, self._publishing.notices.tell_of_machine)
 
     def _patience(self) -> float:
-        """Return the seconds that the loop may sleep if nothing wakes it."""
         parts = (self._dispatch, self._housekeeper, self._publishing, self._notifier)
         waits = [part.patience() for part in parts]
         if not self._shutdown.is_asked:  # then no file is taken any more
@@ -312,12 +310,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="honed", description="Watch the spool and run the training jobs dropped into it."
     )
-    made.add_argument(
-        "--root",
-        type=Path,
-        default=layouts.default_root(),
-        help="root directory of the instance (default: $HONED_ROOT or /)",
-    )
+    argument.add_root(made)
     made.add_argument(
         "--user",
         action="store_const",
@@ -326,8 +319,8 @@ def parser() -> argparse.ArgumentParser:
         help="your per-user instance, in the XDG directories; for systemctl --user",
     )
     made.add_argument("--drain", action="store_true", help="exit when no work is left; held jobs do not count")
-    made.add_argument("--verbose", action="store_true", help="log debug messages")
-    made.add_argument("--version", action="version", version=f"honed {__version__}")
+    argument.add_verbose(made)
+    argument.add_version(made)
     return made
 
 
@@ -341,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def start(layout: Layout, *, drain: bool = False, **parts: Any) -> int:
-    """Run one instance. Returns the exit status: 0, or one with which systemd does not restart it in vain."""
+    """Run one instance. Returns the exit status: 0, or one with which systemd does not restart it."""
     if signal_notes.is_asked_to_end():
         return 0
     try:

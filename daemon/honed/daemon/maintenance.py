@@ -32,25 +32,25 @@ class Maintenance:
     @verb("drain", right=Right.ADMINISTRATOR, wakes=True)
     def drain(self, request: Request, _asker: Asker) -> list[DeviceRow]:
         """Start no further job on a device; with `now`, also preempt the jobs that run there."""
-        found = self.placement.find(request.reference)
+        devices = self.placement.find(request.reference)
         reason = str(request.arguments.get("reason") or "").strip()
         with _durably():
-            self.placement.availability.drain(found, reason, is_now=bool(request.arguments.get("now")))
-        labels = ", ".join(item.label for item in found)
+            self.placement.availability.drain(devices, reason, is_now=bool(request.arguments.get("now")))
+        labels = ", ".join(item.label for item in devices)
         log.info("drained by user %d: %s%s", request.uid, labels, f": {reason}" if reason else "")
-        return self._rows({item.key for item in found})
+        return self._rows({item.key for item in devices})
 
     @verb("reserve", right=Right.ADMINISTRATOR, wakes=True)
     def reserve(self, request: Request, asker: Asker) -> list[DeviceRow]:
         """Reserve a device for one user or one job, for a time or until somebody ends it."""
-        found = self.placement.find(request.reference)
+        devices = self.placement.find(request.reference)
         whom = self._whom(request, asker)
         until, for_sec = (_seconds(request, key) for key in ("until", "for_sec"))
         with _durably():
-            self.placement.availability.reserve(found, until=until, for_sec=for_sec, **whom)
-        labels = ", ".join(item.label for item in found)
+            self.placement.availability.reserve(devices, until=until, for_sec=for_sec, **whom)
+        labels = ", ".join(item.label for item in devices)
         log.info("reserved by user %d: %s", request.uid, labels)
-        return self._rows({item.key for item in found})
+        return self._rows({item.key for item in devices})
 
     def _whom(self, request: Request, asker: Asker) -> dict[str, object]:
         """Return the user or the job that a reservation is for. Raises UsageError for one that does not exist."""

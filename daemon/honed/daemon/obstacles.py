@@ -125,8 +125,8 @@ class Obstacles:
         return Why("limit", reached) if reached else None
 
     def _device(self, job: Job) -> Why | None:
-        found = self._placement.obstacle(job)
-        return None if found is None else Why(*found)
+        why = self._placement.obstacle(job)
+        return None if why is None else Why(*why)
 
 
 def _first(obstacles: Iterable[Obstacle], job: Job) -> Why | None:

@@ -22,7 +22,7 @@ RETRY_SEC = 0.1
 def take(path: Path, notifier: Notifier) -> int:
     """Take the spool's lock, and return its descriptor. Raises EnvironmentInvalidError if another daemon has it, and
     SystemExit if a signal asks honed to end meanwhile."""
-    told = ""
+    words = ""
     while (fd := lock.take(path, is_daemon=True)) is None:
         holder = lock.holder(path)
         if holder.is_daemon:
@@ -30,10 +30,10 @@ def take(path: Path, notifier: Notifier) -> int:
                 f"{path.parent}: another honed instance uses this spool ({holder.words})",
                 hint="stop it, or run this one with a different --root",
             )
-        if holder.words != told:
-            told = holder.words
-            log.info("waiting for the lock of %s, which %s has", path.parent, told)
-        notifier.status(f"waiting for the spool's lock, which {told} has")
+        if holder.words != words:
+            words = holder.words
+            log.info("waiting for the lock of %s, which %s has", path.parent, words)
+        notifier.status(f"waiting for the spool's lock, which {words} has")
         keep_starting(notifier)
         time.sleep(RETRY_SEC)
     return fd

@@ -15,7 +15,8 @@ from honed.job.job import Job
 from honed.job.plan_file import PlanFile
 from honed.job.progress import together
 from honed.spec.config import Config
-from honed.system import device, message
+from honed.system import device as devices
+from honed.system import message
 from honed.system.device import Device
 from honed.system.error import UsageError
 from honed.system.layout import Layout
@@ -52,7 +53,7 @@ class Placement:
         self._hurries_until = 0.0
         self._devices: list[Device] = []  # GPUs, if there are any
         self._processor = Device("cpu", "CPU")  # or a device that is no NVIDIA GPU: for jobs that want none
-        self._planned_for: dict[int, Device | None] = {}  # read from each plan once
+        self._planned_for: dict[int, Device | None] = {}  # read from a plan once
         self._unfit: dict[int, dict[str, str]] = {}  # devices on which a job does not fit, and why
         self.fault = ""  #: the devices' fault
 
@@ -66,11 +67,11 @@ class Placement:
         self._hurries_until = self._clock() + HURRY_SEC
         self._probed_at = -DEVICE_PROBE_INTERVAL_SEC
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Log the devices that jobs train on; a GPU that exists and does not answer is a fault."""
         self._look()
-        names = ", ".join(found.name for found in self._devices) or "nothing"
-        if any(found.kind == "cuda" for found in self._devices) or self._config().device.gpus == []:
+        names = ", ".join(device.name for device in self._devices) or "nothing"
+        if any(device.kind == "cuda" for device in self._devices) or self._config().device.gpus == []:
             log.info("jobs train on %s", names)
         elif any(Path("/proc/driver/nvidia/gpus").glob("*")):
             self.fault = "the machine has a GPU that does not respond: honectl doctor"
@@ -90,10 +91,10 @@ class Placement:
 
     def all(self) -> list[Device]:
         """Return the devices as last probed, with the one for jobs that want no GPU."""
-        return [*(found for found in self._devices if found.kind == "cuda"), self._processor]
+        return [*(device for device in self._devices if device.kind == "cuda"), self._processor]
 
     def _names(self) -> str:
-        return ", ".join(f"{found.index} ({found.uuid})" if found.uuid else found.kind for found in self.all())
+        return ", ".join(f"{device.index} ({device.uuid})" if device.uuid else device.kind for device in self.all())
 
     def find(self, reference: str) -> list[Device]:
         """Return the device with a UUID, its beginning, an index or the name cpu; all of them for `all`. A device that
@@ -105,29 +106,29 @@ class Placement:
         if reference == ALL:
             return self.all()
         here = self.all()
-        gone = set(self.availability.standing_keys()) - {found.key for found in here}
+        gone = set(self.availability.standing_keys()) - {device.key for device in here}
         known = [*here, *(Device("cuda", key, uuid=key) for key in sorted(gone))]
         exact = [
-            found for found in known if reference in {found.key, None if found.index is None else str(found.index)}
+            device for device in known if reference in {device.key, None if device.index is None else str(device.index)}
         ]
-        match exact or [found for found in known if reference and found.key.startswith(reference)]:
-            case [found]:
-                return [found]
+        match exact or [device for device in known if reference and device.key.startswith(reference)]:
+            case [device]:
+                return [device]
             case []:
                 raise UsageError(f"no device {reference!r}", hint=f"there are: {self._names()}, {ALL}")
             case several:
-                keys = ", ".join(found.key for found in several)
+                keys = ", ".join(device.key for device in several)
                 raise UsageError(f"{len(several)} devices begin with {reference!r}", hint=f"give more of it: {keys}")
 
     def overstays(self) -> Iterator[tuple[int, str]]:
         """Yield the running jobs that have to give up their devices now, each with the reason."""
-        known = {found.key: found for found in self.all()}
+        known = {device.key: device for device in self.all()}
         for job_id, running in self._attempts.running.items():
             for key in running.job.attempt.devices or (UNKNOWN_DEVICE,):
                 if key in {UNKNOWN_DEVICE, NO_DEVICE_KEY}:
                     continue
-                found = known.get(key) or Device("cuda", key, uuid=key)
-                if (reason := self.availability.why_vacate(found)) is not None:
+                device = known.get(key) or Device("cuda", key, uuid=key)
+                if (reason := self.availability.why_vacate(device)) is not None:
                     yield job_id, reason
                     break
 
@@ -135,8 +136,8 @@ class Placement:
         """Return True if any device is free and open: else a long queue need not be searched."""
         users = self._users()
         return any(
-            self.availability.closed(found) is None and self._in_use(found, users) is None
-            for found in self._among(wants_gpu, is_fresh=True)
+            self.availability.closed(device) is None and self._in_use(device, users) is None
+            for device in self._among(wants_gpu, is_fresh=True)
         )
 
     def free_devices(self, job: Job, *, but: Set[str] = frozenset()) -> tuple[Device, ...] | None:
@@ -146,81 +147,79 @@ class Placement:
         GPUs are probed again every few seconds.
         """
         number = max(1, job.num_places)
-        free = [found for found in self._free(job) if found.key not in but]
-        groups = [group for group in device.alike(free) if len(group) >= number]
+        free = [device for device in self._free(job) if device.key not in but]
+        groups = [group for group in devices.alike(free) if len(group) >= number]
         chosen = next((group for group in groups if self.holds_on(job, group[0])), groups[0] if groups else None)
         return tuple(chosen[:number]) if chosen is not None else None
 
     def groups_for(self, job: Job) -> list[list[Device]]:
-        """Return the groups of devices that are alike, on each of which a job could start, were enough of it free."""
-        groups = device.alike([found for found in self.all() if self.suits(job, found)])
+        """Return the groups of devices that are alike, on any of which a job could start, were enough of it free."""
+        groups = devices.alike([device for device in self.all() if self.suits(job, device)])
         return [group for group in groups if len(group) >= max(1, job.num_places)]
 
     def free_keys(self, job: Job) -> set[str]:
         """Return the devices that no process uses, and on which a job may start."""
-        return {found.key for found in self._free(job)}
+        return {device.key for device in self._free(job)}
 
     def _free(self, job: Job) -> list[Device]:
         users = self._users()
         return [
-            found
-            for found in self._among(job.num_places > 0, is_fresh=True)
-            if self._closed_to(job, found) is None and self._in_use(found, users) is None
+            device
+            for device in self._among(job.num_places > 0, is_fresh=True)
+            if self._closed_to(job, device) is None and self._in_use(device, users) is None
         ]
 
     def _among(self, wants_gpu: bool, *, is_fresh: bool = False) -> list[Device]:
         """Return the devices of the kind that a job wants. `is_fresh`: probed within the last seconds."""
         if is_fresh and self._clock() - self._probed_at >= self.probe_interval_sec:
             self._look()
-        wants_gpu = wants_gpu and any(found.kind == "cuda" for found in self._devices)
-        return [found for found in self.all() if (found.kind == "cuda") == wants_gpu]
+        wants_gpu = wants_gpu and any(device.kind == "cuda" for device in self._devices)
+        return [device for device in self.all() if (device.kind == "cuda") == wants_gpu]
 
     # -- what is in the way: each question above and below is answered by these ----------------------------------------
 
     def _users(self) -> dict[str, int]:
-        """Return the running job of each device in use."""
         return {
             key: running.job.id
             for running in self._attempts.running.values()
             for key in running.job.attempt.devices or (UNKNOWN_DEVICE,)
         }
 
-    def _closed_to(self, job: Job, found: Device) -> tuple[str, str] | None:
+    def _closed_to(self, job: Job, device: Device) -> tuple[str, str] | None:
         """Return why a job may not start on a device, were it free: `unfit`, or as `Availability.obstacle` does."""
-        if (problem := self._unfit.get(job.id, {}).get(found.key)) is not None:
-            return "unfit", f"it cannot run on {found.name}: {problem}"
-        return self.availability.obstacle(job, found)
+        if (problem := self._unfit.get(job.id, {}).get(device.key)) is not None:
+            return "unfit", f"it cannot run on {device.name}: {problem}"
+        return self.availability.obstacle(job, device)
 
-    def _in_use(self, found: Device, users: Mapping[str, int]) -> str | None:
-        """Return who uses a device, for people; None if nobody does."""
+    def _in_use(self, device: Device, users: Mapping[str, int]) -> str | None:
         if UNKNOWN_DEVICE in users:
             return f"job {users[UNKNOWN_DEVICE]} runs on a device that honed does not know"
-        if found.key in users:
-            return f"job {users[found.key]} runs on {found.name}"
-        if found.kind == "cuda" and not device.is_free(found, self._config().device.busy_bytes):
-            return f"other processes use the memory of {found.name}"
+        if device.key in users:
+            return f"job {users[device.key]} runs on {device.name}"
+        if device.kind == "cuda" and not devices.is_free(device, self._config().device.busy_bytes):
+            return f"other processes use the memory of {device.name}"
         return None
 
-    def holds_on(self, job: Job, found: Device) -> bool:
+    def holds_on(self, job: Job, device: Device) -> bool:
         """Return True if a job's plan, made for one GPU, holds on this one: precision and memory depend on the GPU."""
         if job.id not in self._planned_for:
             self._planned_for[job.id] = None
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # its start will tell
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # its start reports it
                 self._planned_for[job.id] = PlanFile.read(self._layout.files(job.id).plan_path).device
         planned = self._planned_for[job.id]
-        if job.is_of_cluster or planned is None or planned.kind != "cuda" or found.kind != "cuda":
+        if job.is_of_cluster or planned is None or planned.kind != "cuda" or device.kind != "cuda":
             return True
-        is_alike = planned.compute_capability == found.compute_capability
-        return is_alike and found.total_bytes >= planned.total_bytes * (1 - device.TOLERANCE)
+        is_alike = planned.compute_capability == device.compute_capability
+        return is_alike and device.total_bytes >= planned.total_bytes * (1 - devices.TOLERANCE)
 
-    def suits(self, job: Job, found: Device) -> bool:
+    def suits(self, job: Job, device: Device) -> bool:
         """Return True if a job could start on a device, were it free."""
-        is_of_kind = found in self._among(job.num_places > 0)
-        return is_of_kind and self._closed_to(job, found) is None and self.holds_on(job, found)
+        is_of_kind = device in self._among(job.num_places > 0)
+        return is_of_kind and self._closed_to(job, device) is None and self.holds_on(job, device)
 
-    def rule_out(self, job: Job, found: Device, why: str) -> None:
+    def rule_out(self, job: Job, device: Device, why: str) -> None:
         """Record that a job cannot run on a device: the job is not offered that device again while it is queued."""
-        self._unfit.setdefault(job.id, {})[found.key] = why
+        self._unfit.setdefault(job.id, {})[device.key] = why
 
     def obstacle(self, job: Job) -> tuple[str, str] | None:
         """Return why no device is available for a job, as last probed, with a text for people: `device` if one is in
@@ -229,19 +228,19 @@ class Placement:
         why: dict[str, list[str]] = {code: [] for code in ("device", "hours", "reserved", "drained", "unfit")}
         closed: dict[str, list[tuple[str, str]]] = {"hours": [], "reserved": [], "drained": []}
         usable, free = [], []
-        for found in self._among(job.num_places > 0):
-            match self._closed_to(job, found):
+        for device in self._among(job.num_places > 0):
+            match self._closed_to(job, device):
                 case "unfit", text:
                     why["unfit"].append(text)
                 case code, text:
-                    closed[code].append((found.label, text))
+                    closed[code].append((device.label, text))
                 case None:
-                    usable.append(found)
-                    if (user := self._in_use(found, users)) is None:
-                        free.append(found)
+                    usable.append(device)
+                    if (user := self._in_use(device, users)) is None:
+                        free.append(device)
                     else:
                         why["device"].append(user)
-        most_free, most_usable = (max(map(len, device.alike(some)), default=0) for some in (free, usable))
+        most_free, most_usable = (max(map(len, devices.alike(some)), default=0) for some in (free, usable))
         if most_free >= number:
             return None
         if number > 1 and most_usable >= number:
@@ -264,4 +263,4 @@ class Placement:
 
     def _look(self) -> None:
         self._devices, self._probed_at = self._probe(self._config().device.gpus), self._clock()
-        self._processor = next((found for found in self._devices if found.kind != "cuda"), None) or device.cpu()
+        self._processor = next((device for device in self._devices if device.kind != "cuda"), None) or devices.cpu()

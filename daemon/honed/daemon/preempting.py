@@ -99,14 +99,14 @@ class Preempting:
 
     def _victims(self, job: Job) -> list[Running]:
         """Return the running jobs that this one may preempt: the lowest rank first, then the shortest run."""
-        now, rank, found = self._now(), self._rank(job), []
+        now, rank, victims = self._now(), self._rank(job), []
         for item in self._attempts.running.values():
             run_sec = item.job.attempt.ran_sec(now)
             min_run_sec = class_of(self._config(), item.job.job_class).min_run_sec
             may_go = self._rank(item.job) < rank and item.job.stop is None and run_sec >= min_run_sec
             if may_go and item.can_resume:
-                found.append((self._rank(item.job), run_sec, item.job.id, item))
-        return [item for *_, item in sorted(found, key=lambda one: one[:3])]
+                victims.append((self._rank(item.job), run_sec, item.job.id, item))
+        return [item for *_, item in sorted(victims, key=lambda one: one[:3])]
 
     def _rank(self, job: Job) -> int:
         return class_of(self._config(), job.job_class).rank

@@ -50,9 +50,9 @@ class Publishing:
     def recover(self) -> None:
         """Take up the counters, and follow the spool's changes. Raises OSError as the counters do."""
         self.counters.recover()
-        self._spool.catalog.listen(self._told)
+        self._spool.catalog.listen(self._follow)
 
-    def _told(self, old: Listed | None, new: Job | None) -> None:
+    def _follow(self, old: Listed | None, new: Job | None) -> None:
         """Have the index written when a queued job gets a worker ahead of its turn, or loses it: its state stays."""
         if isinstance(old, Job) and new is not None and (old.staged_at is None) != (new.staged_at is None):
             self._database.moved.add(new.id)
@@ -66,7 +66,6 @@ class Publishing:
             self._sender.reload()
 
     def _set_outbox(self) -> None:
-        """Keep rows for the metrics API if one is configured."""
         reporting = self._config.reporting
         is_wanted = reporting.address() is not None
         limit = reporting.max_outbox_bytes

@@ -57,14 +57,14 @@ class Reading:
     @verb("overview")
     def overview(self, request: Request, asker: Asker) -> Overview:
         """Answer `overview`."""
-        found = query.overview(self.spool, self.layout, query.Choice.of(request.arguments), asker, self.queue)
-        return {**found, "jobs": list(self.with_reasons(found["jobs"], asker))}
+        answer = query.overview(self.spool, self.layout, query.Choice.of(request.arguments), asker, self.queue)
+        return {**answer, "jobs": list(self.with_reasons(answer["jobs"], asker))}
 
     @verb("show")
     def show(self, request: Request, asker: Asker) -> Parts:
         """Answer `show`. Raises UsageError for an arrival whose model is fetched first."""
-        if self.fetches is not None and (found := self.fetches.arrival(request.reference, asker)) is not None:
-            fetched = f"{found.repo_id} at {found.revision}"
+        if self.fetches is not None and (arrival := self.fetches.arrival(request.reference, asker)) is not None:
+            fetched = f"{arrival.repo_id} at {arrival.revision}"
             raise UsageError(f"{request.reference!r} is not a job yet: {fetched} is fetched first", hint="honectl list")
         explain = partial(self.row, asker=asker)
         return Parts(query.shown(self.spool, self.layout, request.reference, asker, explain=explain))
@@ -98,12 +98,12 @@ class Reading:
 
     @verb("refusal")
     def refusal(self, request: Request, asker: Asker) -> Refusal | None:
-        """Return the reason of an arrival's refusal; None if there is none."""
+        """Return the reason of an arrival's rejection; None if there is none."""
         return query.refusal(self.spool, request.reference, asker, number=_number(request))
 
     @verb("refused")
     def refused(self, request: Request, asker: Asker) -> Refused:
-        """Return the newest refused files that the asker may see."""
+        """Return the newest rejected files that the asker may see."""
         limit = request.arguments.get("limit")
         if limit is not None and (type(limit) is not int or limit < 0):
             raise UsageError("limit is a number of files")
@@ -128,15 +128,13 @@ class Reading:
 
 
 def _once(names: Iterable[str | None]) -> Iterator[str | None]:
-    """Yield each name once, and None for another time."""
-    told: set[str] = set()
+    seen: set[str] = set()
     for name in names:
-        yield None if name in told else name
-        told |= {name} if name is not None else set()
+        yield None if name in seen else name
+        seen |= {name} if name is not None else set()
 
 
 def _number(request: Request) -> int | None:
-    """Return the number of an arrival. Raises UsageError for one that is not an integer."""
     number = request.arguments.get("number")
     if number is not None and type(number) is not int:
         raise UsageError("number is an arrival's")

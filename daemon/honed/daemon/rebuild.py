@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 
@@ -47,7 +47,7 @@ def rebuild(
     """Make every row again: in one transaction what the entries say and the events of running jobs, then the events of
     all others, which are left to `fill` once `is_late`. `alive` is called on the way.
 
-    `followed`: the offset up to which the events of each running job were read; their rows are made up to there, and
+    `followed`: the offset up to which the events of every running job were read; their rows are made up to there, and
     the loop continues from it. Without it nobody has followed them, and running jobs' events go to the outbox, too.
     """
     with database.made_again():
@@ -63,13 +63,12 @@ def rebuild(
 def _put(database: Database, layout: Layout, jobs: Collection[Listed]) -> None:
     """Write what the entries of jobs without rows say; what else there is of them is pending, but for running jobs."""
     kept = frozenset(names_in(layout.jobs_dir))
-    database.pending.add(job.id for job in jobs if job.state is not State.RUNNING and _has_events(job, kept))
+    database.pending.add(
+        job.id
+        for job in jobs
+        if job.state is not State.RUNNING and (job.has_own_events or (job.has_started and str(job.id) in kept))
+    )
     database.put_jobs(jobs)
-
-
-def _has_events(job: Listed, kept: Container[str]) -> bool:
-    """Return True if there can be events of a job; `kept` are the names of the directories that are there."""
-    return job.has_own_events or (job.has_started and str(job.id) in kept)
 
 
 def _make(
@@ -97,10 +96,10 @@ def _make(
         except Exception as error:  # a damaged disk, for one: the other jobs' rows are made all the same
             if isinstance(error, sqlite3.Error):
                 raise
-            _tell_unread(job, error)
+            _log_unread(job, error)
 
 
-def _tell_unread(job: Job, error: Exception) -> None:
+def _log_unread(job: Job, error: Exception) -> None:
     trace = None if isinstance(error, OSError) else error
     log.error("job %d (%s): its events were not read whole: %s", job.id, job.name, error, exc_info=trace)
 
@@ -128,7 +127,7 @@ def fill(
         if is_made:
             made.append(number)
         elif is_made is None and not database.is_writable:
-            break  # each try waits for a lock, or for a full disk
+            break  # every try waits for a lock, or for a full disk
         if is_late():
             database.is_catching_up = len(made) < len(database.pending)
             break
@@ -150,7 +149,7 @@ def _is_filled(database: Database, layout: Layout, job: Job, is_late: Callable[[
     except Exception as error:
         if isinstance(error, sqlite3.Error) or not is_of_item(error):
             raise
-        _tell_unread(job, error)
+        _log_unread(job, error)
         return True
 
 
@@ -195,7 +194,8 @@ def catch_up(
     failures = failures or Failures(log)
     database.is_behind, database.is_catching_up = True, False
     are_done = True
-    for item in _not_in(spool, database.states()):
+    states = database.states()
+    for item in sorted((job for job in spool.all() if states.get(job.id) != job.state), key=attrgetter("id")):
         is_done = False
         with failures.alone(f"job {item.id} ({item.name})"):
             if (job := spool.job(item.id)) is None:
@@ -208,13 +208,8 @@ def catch_up(
             is_done = database.put_job(job)
         are_done = are_done and is_done
         if not (is_done or database.is_writable):
-            return  # each try waits for a lock, or for a full disk
+            return  # every try waits for a lock, or for a full disk
     database.is_behind = not are_done
-
-
-def _not_in(spool: Spool, states: Mapping[int, str]) -> Iterator[Listed]:
-    """Yield the jobs whose state differs from `states` or is missing there, by number."""
-    return iter(sorted((job for job in spool.all() if states.get(job.id) != job.state), key=attrgetter("id")))
 
 
 def tend(
@@ -262,10 +257,10 @@ def count(
         then = replace(job, attempts=job.attempts[: index + 1])
         offset = database.offset(then.id, then.attempt.number)
         readings = _readings(then, layout, None, start=offset)
-        told = fallback_event(then)
-        if told is not None and not database.has_event(then, told.kind):
+        fallback = fallback_event(then)
+        if fallback is not None and not database.has_event(then, fallback.kind):
             if offset:
-                database.apply(then, Reading([told], offset, 0))
+                database.apply(then, Reading([fallback], offset, 0))
             else:
                 readings = _with_fallback(then, readings)
         for reading in readings:
@@ -305,22 +300,22 @@ def _readings(job: Job, layout: Layout, end: int | None, *, start: int = 0) -> I
             return
         yield reading
         offset = reading.offset
-        if reading.is_last:  # of thousands of short files, each is opened once
+        if reading.is_last:  # of thousands of short files, every one is opened once
             return
 
 
 def _with_fallback(job: Job, readings: Iterator[Reading]) -> Iterator[Reading]:
     """Yield the same readings, with the fallback event inserted between the attempt's two workers."""
-    told, num_started, offset = fallback_event(job), 0, 0
+    fallback, num_started, offset = fallback_event(job), 0, 0
     for reading in readings:
         events: list[Event] = []
         for item in reading.events:
             num_started += item.kind == "started"
-            if told is not None and num_started > 1:
-                events.append(told)
-                told = None
+            if fallback is not None and num_started > 1:
+                events.append(fallback)
+                fallback = None
             events.append(item)
         yield replace(reading, events=events)
         offset = reading.offset
-    if told is not None:
-        yield Reading([told], offset, 0)
+    if fallback is not None:
+        yield Reading([fallback], offset, 0)

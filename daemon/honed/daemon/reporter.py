@@ -34,7 +34,7 @@ FINISH_SEC = 20.0
 CHILD_POLL_SEC = 0.5
 #: Jobs in one child, so that a command line has an end.
 MAX_JOBS = 500
-#: Queued jobs whose order the child is told: as many as the index shows.
+#: Queued jobs whose order the child gets: as many as the index shows.
 MAX_INDEX_JOBS = 200
 #: Due jobs from which on pages are no longer made at once; and the pause then, as a multiple of the child's duration.
 FLOOD = 20
@@ -136,10 +136,9 @@ class Reporter:
             self._has_failed, self._at_work = False, set()
 
     def _fail(self, now: float, why: str) -> None:
-        """Keep the existing pages, and make these jobs due again later."""
         if not self._has_failed:
             log.warning("reports could not be written: %s; retrying every %.0f s", why, INTERVAL_SEC)
-        self._has_failed = True
+        self._has_failed = True  # the existing pages stay
         self._due |= self._at_work
         self._at_work = set()
         self._rest_until = max(self._rest_until, now + INTERVAL_SEC)
@@ -153,7 +152,6 @@ class Reporter:
 
 
 def _queue_options(jobs: Sequence[Job]) -> list[str]:
-    """Return the child's options for the order of the queue, and for its jobs with a worker ahead of their turns."""
     numbers = ",".join(str(job.id) for job in jobs)
     ahead = ",".join(str(job.id) for job in jobs if job.staged_at is not None)
     return [*([f"--queue={numbers}"] if numbers else []), *([f"--ahead={ahead}"] if ahead else [])]

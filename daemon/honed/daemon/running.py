@@ -117,13 +117,13 @@ class Running:
     @property
     def left_sec(self) -> float | None:
         """Seconds until it ends at the latest, by its time limit and by its own estimate; None without either."""
-        job, found = self.job, []
+        job, limits = self.job, []
         if job.time_limit_sec is not None:
             spent = sum(attempt.spent_sec for attempt in job.attempts[:-1]) + job.attempt.ran_sec(Moment.now())
-            found.append(job.time_limit_sec - spent)
+            limits.append(job.time_limit_sec - spent)
         if isinstance(eta_sec := self.following.narrator.progress.get("eta_sec"), int | float):
-            found.append(eta_sec - (self.following.silent_sec))
-        return max(0.0, min(found)) if found else None
+            limits.append(eta_sec - (self.following.silent_sec))
+        return max(0.0, min(limits)) if limits else None
 
     def update(self, **changes: Any) -> Job:
         """Change its entry, and return it."""
@@ -132,7 +132,7 @@ class Running:
 
     # -- its worker ---------------------------------------------------------------------------------------------------
 
-    def launch(self, gpu_uuid: str | None) -> None:
+    def launch(self) -> None:
         """Start its worker; on failure `not_started` has the reason."""
         job, attempt = self.job, self.job.attempt
         try:
@@ -140,7 +140,9 @@ class Running:
         except OSError as problem:
             self.not_started = NotNowError(f"its assignment cannot be written: {problem}")
             return
-        environment = worker_environment(self._layout, self._config(), job, gpu_uuid) | self._rows.environment(job)
+        environment = worker_environment(self._layout, self._config(), job, gpu_of(attempt)) | self._rows.environment(
+            job
+        )
         try:
             self._runner.start(job.id, attempt.number, attempt.start, backend=attempt.backend, environment=environment)
         except OSError as problem:
@@ -159,13 +161,10 @@ class Running:
                 log.warning("job %d (%s): its worker waits: %s", self.job.id, self.job.name, problem)
             self._waits_at_gate = True
 
-    def _launch_again(self) -> None:
-        self.launch(gpu_of(self.job.attempt))
-
     def adopt(self) -> None:
         """Take over the worker that the last daemon started, or start it if that daemon had no time to."""
         job = self.job
-        self.following.tell_fallback(job)
+        self.following.record_fallback(job)
         if not self._runner.adopt(job.id, job.attempt.number, job.attempt.start):
             self._start_again()
             return
@@ -183,7 +182,7 @@ class Running:
         log.warning("job %d (%s): its start reached no worker, and is made again", job.id, job.name)
         changed = job.with_attempt(first_start=job.attempt.first_start + 1)
         self.job = self._spool.update(changed, num_unreached=job.num_unreached + 1)
-        self._launch_again()
+        self.launch()
 
     def stop(self, why: Stop, preemption: str = "", *, cut: Cut | None = None) -> None:
         """Ask it to stop; the reason is durable first. Cancel outranks hold, hold its sweep's halving, halving preempt,
@@ -218,7 +217,6 @@ class Running:
             self._keep_pauses()
 
     def _keep_pauses(self) -> None:
-        """Write the time that did not pass for it into its entry, for the next honed."""
         new_sec = self.deadlines.paused_sec() - self.job.attempt.paused_sec
         if new_sec >= (KEEP_SEC if self.deadlines.is_suspended else 1.0):
             with contextlib.suppress(OSError):  # e.g. a full disk: tried again
@@ -232,7 +230,7 @@ class Running:
         return self.ended
 
     def ended_at_gate(self, ended: Exit) -> bool:
-        """Return True if its staged worker ended before it could use the device, and found nothing wrong in the job."""
+        """Return True if its staged worker ended before it could use the device, and reported no error in the job."""
         attempt = self.job.attempt
         if attempt.staged_at is None or attempt.num_starts > 1 or self.job.stop is not None:
             return False
@@ -293,7 +291,7 @@ class Running:
 
     def _fall_back(self, outcome: Outcome) -> None:
         """Start a new process without Unsloth, which cannot run the job as planned; no attempt is used up."""
-        reason, told = (outcome.error.message, outcome.error.told) if outcome.error else ("", "")
+        reason, public_reason = (outcome.error.message, outcome.error.told) if outcome.error else ("", "")
         log.warning(
             "job %d (%s): falls back to transformers: %s",
             self.job.id,
@@ -301,13 +299,13 @@ class Running:
             reason,
             extra=about(self.job, message.FALLBACK, code=outcome.code),
         )
-        fallback = Fallback(time.time(), told)
+        fallback = Fallback(time.time(), public_reason)
         changed = self.job.with_attempt(backend="transformers", num_starts=2, fallback=fallback)
         self.job = self._spool.update(changed, num_unreached=1)
         with contextlib.suppress(sqlite3.Error):  # recorded when the job is adopted, or caught up with
-            self.following.tell_fallback(self.job)
+            self.following.record_fallback(self.job)
         self.deadlines.start_again()
-        self._launch_again()
+        self.launch()
 
 
 def is_of_job(outcome: Outcome) -> bool:
@@ -373,9 +371,9 @@ def next_number(job: Job) -> int:
 
 
 def clear(layout: Layout, job: Job) -> None:
-    """Remove what a worker that was staged in vain has left in the directory of the next attempt."""
-    place = layout.files(job.id).attempt(next_number(job))
-    for path in (place.events_path, place.log_path, place.result_path, place.pulse_path):
+    """Remove what a worker that was dropped before its turn has left in the directory of the next attempt."""
+    attempt = layout.files(job.id).attempt(next_number(job))
+    for path in (attempt.events_path, attempt.log_path, attempt.result_path, attempt.pulse_path):
         try:
             untrusted.remove(path)
         except OSError as problem:

@@ -54,22 +54,21 @@ class Settling:
         self._rows = rows
         self._running = running
         self.put_back: list[Job] = []  #: jobs whose workers could not be started
-        self.is_stopping = False  #: honed itself was asked to stop
 
-    def settle(self, running: Running, *, sec: float) -> Job | None:
+    def settle(self, running: Running, *, sec: float, is_stopping: bool) -> Job | None:
         """Settle a running job if its worker has ended, and return it in its new state, unless it was put back. `sec`:
         seconds in which its last events are read, else in a later turn."""
         if running.not_started is not None:
             return self._unstarted(running, running.not_started)
         if (ended := running.poll()) is None:
             return None
-        max_sec = STOP_SEC if self.is_stopping else math.inf
+        max_sec = STOP_SEC if is_stopping else math.inf
         if (is_counted := running.following.read_rest(running.job, sec=sec, max_sec=max_sec)) is None:
             return None  # in a later turn
         if running.ended_at_gate(ended):
             self._not_now(running, NotNowError("its worker ended before it used the device"), has_run=True)
             return None
-        outcome = running.conclude(ended, is_stopping=self.is_stopping)
+        outcome = running.conclude(ended, is_stopping=is_stopping)
         if outcome is not None and outcome.is_success:
             self._rows.finish(running.job)
         return self._record(running, outcome, is_counted=is_counted) if outcome is not None else None

@@ -65,9 +65,10 @@ class Shares:
         return queue_order.place_of(self._config(), job)
 
     def levels(self, waiting: Iterable[int]) -> dict[int, float]:
-        """Return the shares of the users with jobs that could start and of those with running ones. Whoever comes back
-        after having had neither begins at the floor: the lowest level of those who stayed, or the highest of those who
-        left last. Only what was charged counts for it: what running jobs may still take is not known."""
+        """Return the shares of the users with jobs that could start and of those with running ones.
+
+        A returning user starts at the floor: the lowest level of the active users, or the highest of those who left
+        last. Only what was charged counts for it: what running jobs may still take is not known."""
         here = {*waiting, *(use.uid for use in self._in_use())}
         self.usage.floor = self._floor(here)
         self.usage.raise_to(self.usage.floor, here - self._active)
@@ -84,7 +85,6 @@ class Shares:
         }
 
     def _floor(self, here: Set[int]) -> float:
-        """Return the level at which a user begins who was not there, while these users are."""
         level = self.usage.level
         if stayed := here & self._active:
             return max(self.usage.floor, min(map(level, stayed)))

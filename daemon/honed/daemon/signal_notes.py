@@ -23,9 +23,9 @@ def listen() -> None:
 
 def take() -> set[int]:
     """Return the signals noted since the last call."""
-    found = set(_noted)
-    _noted.difference_update(found)
-    return found
+    signals = set(_noted)
+    _noted.difference_update(signals)
+    return signals
 
 
 def has_noted() -> bool:

@@ -24,7 +24,7 @@ class Configuration:
     def __init__(self, layout: Layout, current: Config) -> None:
         self._layout = layout
         self._current = current
-        self.fault = ""  #: why the last reload was refused
+        self.fault = ""  #: why the last reload was rejected
         self._warn()
 
     def get(self) -> Config:
@@ -83,7 +83,7 @@ class Shutdown:
         log.info("asked to stop; %d running jobs continue, %d write a checkpoint", num_left, len(asked))
 
     def stop_jobs(self) -> None:
-        """Stop the workers that do not continue. Call it in each turn: a full disk may prevent it for one of them."""
+        """Stop the workers that do not continue. Call it in every turn: a full disk may prevent it for one of them."""
         for job_id in self._not_left():
             with self._attempts.failures.alone(f"job {job_id}"):
                 self._attempts.stop(job_id, Stop.SHUTDOWN)
@@ -93,5 +93,4 @@ class Shutdown:
         return [job_id for job_id in self._attempts.running if not self._is_left(job_id)]
 
     def _is_left(self, job_id: int) -> bool:
-        """Return True if a running job continues while honed is down."""
         return self._config().jobs.on_stop == "leave" and self._attempts.is_left(job_id)

@@ -31,7 +31,6 @@ from honed.daemon.running import (
 from honed.job.ahead import NO_DEVICE_KEY, STAGED_VARIABLE
 from honed.job.job import Job, State
 from honed.job.spool import Spool
-from honed.run.deadline import CANCEL_TIMEOUT_SEC, DUMP_SEC
 from honed.run.outcome import judge
 from honed.run.pulse import Pulse
 from honed.run.runner import Exit, Live, Runner
@@ -42,8 +41,12 @@ from honed.system.layout import Layout
 
 log = logging.getLogger(__name__)
 
+#: Seconds that a staged worker has to end by itself: it has nothing to save, and its job, or the end of honed, waits.
+END_SEC = 5.0
+#: Seconds between two kills of one that did not.
+KILL_INTERVAL_SEC = 5.0
 #: Seconds for which a device is kept for a job whose staged worker is to end.
-MAX_END_SEC = CANCEL_TIMEOUT_SEC + 2 * DUMP_SEC
+MAX_END_SEC = END_SEC + 2 * KILL_INTERVAL_SEC
 #: Device of an attempt that ended before it had one.
 NO_DEVICE = Device("cpu", "no device", uuid=NO_DEVICE_KEY)
 
@@ -77,10 +80,10 @@ class Worker:
     def end(self, runner: Runner, now: float) -> None:
         """Ask it to end, and kill it if it does not."""
         if self.kill_at is None:
-            self.asked_at, self.kill_at = now, now + CANCEL_TIMEOUT_SEC
+            self.asked_at, self.kill_at = now, now + END_SEC
             runner.stop(self.job_id)
         elif now >= self.kill_at:
-            self.kill_at = now + DUMP_SEC
+            self.kill_at = now + KILL_INTERVAL_SEC
             runner.kill(self.job_id, shim_too=self.was_killed)
             self.was_killed = True
 
@@ -144,7 +147,7 @@ class StagedWorkers:
                 continue
             if live.attempt is not None:
                 self._adopt(live.job_id, job.name if job is not None else f"job-{live.job_id}", *live.attempt)
-            elif job is not None:  # else it cannot be followed; the fence tells of it
+            elif job is not None:  # else it cannot be followed; the fence reports it
                 self._adopt(job.id, job.name, next_number(job), job.num_staged)
 
     def _adopt(self, job_id: int, name: str, number: int, start: int) -> bool:

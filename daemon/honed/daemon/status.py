@@ -27,7 +27,7 @@ STOP_EXTENSION_SEC = 30.0
 
 @dataclass(frozen=True)
 class Status:
-    """The status line, and what systemd is told in each turn."""
+    """The status line, and the report to systemd in every turn."""
 
     notifier: Notifier
     health: Health

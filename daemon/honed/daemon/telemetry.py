@@ -1,4 +1,4 @@
-"""The answer to `metrics`: what only the daemon knows of itself and of the GPUs: honed-web gets no device."""
+"""The answer to `metrics`: what only the daemon knows, of itself and of the GPUs, which honed-web may not open."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from honed.system.control import Request
 from honed.system.device import Load
 from honed.system.usage import usage
 
-#: Seconds between two readings of the GPUs, at least, and the age from which a reading is no longer told.
+#: Seconds between two readings of the GPUs, at least, and the age from which a reading is no longer reported.
 READ_INTERVAL_SEC, MAX_AGE_SEC = 5.0, 60.0
 #: Seconds that the loop waits for a reading, once per reading: a driver may take seconds, or hang.
 WAIT_SEC = 0.1

@@ -15,7 +15,7 @@ class Wake:
     """The files that the loop watches, the pipe among them, and the signals received."""
 
     def __init__(self) -> None:
-        self.clock = Pauses()  #: knows of each sleep, and so of the time in which the loop could not run
+        self.clock = Pauses()  #: knows of every sleep, and so of the time in which the loop could not run
         self.selector = selectors.DefaultSelector()
         self._is_woken = False
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -43,7 +43,7 @@ class Wake:
         self._is_woken = True
 
     def follow(self, old_fd: int | None, new_fd: int | None) -> None:
-        """Watch the new descriptor, whose owner looks at it in each turn, instead of the old one."""
+        """Watch the new descriptor, whose owner looks at it in every turn, instead of the old one."""
         if old_fd is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(old_fd)
@@ -51,7 +51,7 @@ class Wake:
             self.selector.register(new_fd, selectors.EVENT_READ, lambda _events: None)
 
     def catch_signals(self) -> None:
-        """Record signals from now on, and wake the loop with each."""
+        """Record signals from now on, and wake the loop with every one."""
 
         signal_notes.listen()
         signal.signal(signal.SIGCHLD, signal_notes.note)

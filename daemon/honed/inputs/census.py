@@ -43,6 +43,7 @@ def digest(example: Example) -> bytes:
         example.completion.strip(),
         example.text.strip(),
         [(media.kind, *map(str, media.paths), _digest(media.data or b"").hex()) for media in example.media],
+        *map(_stripped, example.others),
     ]
     return _digest(_as_json(said).encode(errors="replace"))
 

@@ -450,7 +450,6 @@ def _require_no_entry(spool: Spool, number: int) -> None:
 
 
 def _places(claimed_dir: Path) -> Iterator[tuple[int, int | None, Path]]:
-    """Yield each claim's directory as (number, submitter, path)."""
     for name in names_in(claimed_dir):
         if match := PLACE.fullmatch(name):
             yield int(match[1]), int(match[2]) if match[2] else None, claimed_dir / name

@@ -113,7 +113,6 @@ class Catalog:
             del self._named[job.name]
 
     def _keep(self, job: Job) -> None:
-        """Keep an ended job whole, for who asks next."""
         self._recent[job.id] = job
         if len(self._recent) > MAX_RECENT:
             del self._recent[next(iter(self._recent))]

@@ -220,7 +220,6 @@ class Counters:
     # -- the file -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin at zero: what is there already is not counted."""
         self._values = _zero()
         self._marks = {job.id: Mark.of(job) for job in self._spool.catalog}
         self._pruned = self._spool.pruned.ids()
@@ -313,7 +312,6 @@ def values_of(data: Mapping[str, Any]) -> Values:
 
 
 def _zero() -> Values:
-    """Return the values at the start: zero where there is no label."""
     counters: dict[str, dict[str, float]] = {name: {} if kind.label else {"": 0.0} for name, kind in COUNTERS.items()}
     histograms = {name: {} if kind.label else {"": _nothing(name)} for name, kind in HISTOGRAMS.items()}
     return {"counters": counters, "histograms": histograms}

@@ -493,7 +493,6 @@ def _job_row(job: Listed) -> tuple[Any, ...]:
 
 
 def _check(db: sqlite3.Connection) -> None:
-    """Raise DatabaseError if the file is damaged."""
     if (word := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
         raise sqlite3.DatabaseError(word)
 

@@ -199,7 +199,6 @@ MAX_CHARS, MAX_PATH_CHARS = 2000, 4000
 
 
 def _brief(error: ErrorRecord) -> ErrorRecord:
-    """Return an error with texts of at most MAX_CHARS characters."""
     texts = {
         key: f"{value[: MAX_CHARS - 1]}…"
         for key, value in error.items()
@@ -213,7 +212,6 @@ def _brief(error: ErrorRecord) -> ErrorRecord:
 
 
 def _first(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the first paths, with at most MAX_PATH_CHARS characters, and how many more there are."""
     if sum(map(len, paths)) <= MAX_PATH_CHARS:
         return paths
     ends = itertools.accumulate(map(len, paths), initial=len("… and 100,000 more"))
@@ -396,7 +394,7 @@ _SHARED = ("backend", "outcome", "device", "boot_id")
 _SHARED_OF_JOB = ("name", "outcome", "model")
 
 
-def _attempt(raw: dict[str, Any]) -> Attempt:
+def _attempt(raw: Mapping[str, Any]) -> Attempt:
     made = known(Attempt, raw)
     if made.get("fallback") is not None:
         made["fallback"] = Fallback(**known(Fallback, made["fallback"]))

@@ -123,7 +123,6 @@ def _predicted(spec: Mapping[str, Any], *, has_media: bool) -> Iterator[Rung]:
 
 
 def _num_asked(spec: Mapping[str, Any]) -> int:
-    """Return the number of prompts in the largest round of predictions or of the guard; 0 if there are none."""
     predictions = spec.get("predictions") or {}
     asked = len(predictions.get("prompts") or ()) or predictions.get("num_samples", NUM_SAMPLES)
     guarded = (spec.get("guard") or {}).get("num_samples", 0)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from honed.job.job import Adjustment, Job, known
+from honed.job.job import Adjustment, Job
 from honed.spec.media import Kind
-from honed.system import durable, untrusted
+from honed.system import durable, record, untrusted
 from honed.system.device import Device
 from honed.system.personpath import PersonPath
 
@@ -55,11 +55,6 @@ class Precision:
         choices = asdict(self)
         del choices["warnings"]  # they are listed with the plan's other warnings
         return choices
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Precision:
-        """Read the choices; keys of later versions are left out."""
-        return cls(**known(cls, dict(data)))
 
 
 @dataclass(frozen=True)
@@ -105,10 +100,6 @@ class Memory:
 
     def as_dict(self) -> dict[str, object]:
         return {**asdict(self), "media": list(self.media), "total_bytes": self.total_bytes, "fits": self.fits}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Memory:
-        return cls(**{**known(cls, data), "media": tuple(data["media"])})
 
 
 @dataclass(frozen=True)
@@ -162,14 +153,6 @@ class Checkpoint:
     has_vision: bool  #: True for any encoder beside the language model: images, videos or sounds
     is_pickled: bool
 
-    def as_dict(self) -> dict[str, object]:
-        facts = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**facts, "stored_dtypes": dict(self.stored_dtypes), "architectures": list(self.architectures)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
-        return cls(**{**known(cls, data), "architectures": tuple(data["architectures"])})
-
 
 # -- inputs ------------------------------------------------------------------------------------------------------------
 
@@ -181,13 +164,6 @@ class DatasetPlace:
     commit: str
     path: Path  #: the snapshot
     files: tuple[str, ...]  #: within the snapshot, in their order
-
-    def as_dict(self, repo_id: str) -> dict[str, object]:
-        return {"repo_id": repo_id, "commit": self.commit, "path": str(self.path), "files": list(self.files)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> DatasetPlace:
-        return cls(str(data["commit"]), Path(data["path"]), tuple(data["files"]))
 
 
 @dataclass(frozen=True)
@@ -208,6 +184,16 @@ class Grant:
         return cls(tuple(map(Path, data["closed"])), allowed, tuple(map(Path, data["inputs"])))
 
 
+@dataclass(frozen=True)
+class Earlier:
+    """What a job's next plan takes over: the jobs that it waited for, and what its earlier plan settled."""
+
+    jobs: Mapping[str, Path] = field(default_factory=dict)  #: name → output directory, for `job:NAME`
+    commit: str | None = None  #: what the base model's hub id meant
+    dataset_commits: Mapping[str, str] = field(default_factory=dict)  #: the same of data sets, by key
+    pinned: Precision | None = None
+
+
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
@@ -223,10 +209,6 @@ class Identity:
     def owner(self) -> tuple[int, str]:
         """The job's number, and the instance that numbered it."""
         return self.id, self.instance
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Identity:
-        return cls(int(data["id"]), str(data["name"]), str(data["instance"]))
 
 
 @dataclass(frozen=True)
@@ -268,8 +250,8 @@ class PlanFile:
     @property
     def row_needs(self) -> RowNeeds:
         """Estimated needs of the encoded rows; 0 where they are not known."""
-        raw = self.document.get("rows") or {}
-        return RowNeeds(*(int(raw.get(item.name, 0)) for item in fields(RowNeeds)))
+        given = self.document.get("rows")
+        return record.read(RowNeeds, given) if given else RowNeeds(0, 0, 0)
 
     @property
     def is_decided(self) -> bool:
@@ -278,36 +260,34 @@ class PlanFile:
 
     @property
     def backend(self) -> Backend:
-        given = self.document["backend"]
-        return Backend(given["name"], tuple(given["reasons"]))
+        return record.read(Backend, self.document["backend"])
 
     @property
     def precision(self) -> Precision:
-        return Precision.from_dict(self.document["precision"])
+        return record.read(Precision, self.document["precision"])
 
     @property
     def memory(self) -> Memory | None:
         given = self.document.get("memory")
-        return Memory.from_dict(dict(given)) if given else None
+        return record.read(Memory, given) if given else None
 
     @property
     def loss(self) -> Loss:
-        given = self.document["loss"]
-        return Loss(given["type"], tuple(given["reasons"]))
+        return record.read(Loss, self.document["loss"])
 
     @property
     def parallel(self) -> Parallel:
         """The division between devices."""
-        return Parallel(**known(Parallel, dict(self.document["parallel"])))
+        return record.read(Parallel, self.document["parallel"])
 
     @property
     def checkpoint(self) -> Checkpoint:
-        return Checkpoint.from_dict(dict(self.document["checkpoint"]))
+        return record.read(Checkpoint, self.document["checkpoint"])
 
     @property
     def device(self) -> Device | None:
         given = self.document.get("device")
-        return Device.from_dict(dict(given)) if given else None
+        return record.read(Device, given) if given else None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -335,7 +315,7 @@ class PlanFile:
     def hub_datasets(self) -> dict[str, DatasetPlace]:
         """The places of data sets from the hub, by key: datasets.0."""
         given = dict(self.document.get("hub_datasets") or {})
-        return {key: DatasetPlace.from_dict(item) for key, item in given.items()}
+        return {key: record.read(DatasetPlace, item) for key, item in given.items()}
 
     @property
     def may_read(self) -> Grant | None:
@@ -351,7 +331,7 @@ class PlanFile:
 
     @property
     def job(self) -> Identity:
-        return Identity.from_dict(self.document["job"])
+        return record.read(Identity, self.document["job"])
 
     @property
     def uid(self) -> int:

@@ -10,7 +10,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -137,7 +137,6 @@ def find(spool: Spool, reference: str, asker: Asker = ANYBODY) -> Job:
 
 
 def _is_of(job: Listed, reference: str) -> bool:
-    """Return True if a job is of the sweep with this name or number."""
     return job.sweep is not None and reference in (job.sweep.name, str(job.sweep.id))
 
 
@@ -168,7 +167,7 @@ class Choice:
     after: int | None = None  #: only jobs listed after this one
 
     @classmethod
-    def of(cls, arguments: dict[str, Any]) -> Choice:
+    def of(cls, arguments: Mapping[str, Any]) -> Choice:
         """Parse a request. Raises UsageError if its arguments are invalid."""
         limit, after = arguments.get("limit"), arguments.get("after")
         if any(value is not None and (not isinstance(value, int) or value < 0) for value in (limit, after)):
@@ -315,7 +314,6 @@ def _seconds(when: str) -> float:
 
 
 def _made_by(jobs: Catalog, number: int, asker: Asker) -> Listed | None:
-    """Return a job of the sweep with this number that the asker may read."""
     later = itertools.takewhile(lambda job: job.id > number, jobs.newest())
     return next((job for job in later if job.sweep and job.sweep.id == number and asker.may_read(job)), None)
 
@@ -387,7 +385,6 @@ def _group_job(layout: Layout, reader: Reader, job: Job) -> GroupJob:
 
 
 def _eval_loss(reader: Reader, job: Job) -> float | None:
-    """Return the last evaluation loss that a job has reported."""
     return history.last_metric(reader, job.id, "eval_loss", job.attempt.number if job.attempts else 0)
 
 
@@ -518,8 +515,8 @@ def shown(
 def _reported(
     layout: Layout,
     job: Job,
-    estimated: dict[str, Any],
-    result: dict[str, Any],
+    estimated: Mapping[str, Any],
+    result: Mapping[str, Any],
     *,
     has_events: bool,
     names: Container[str] | None,
@@ -541,7 +538,6 @@ def _reported(
 
 
 def _on_cluster(layout: Layout, job: Job) -> OnCluster:
-    """Return the last attempt's job on a cluster, if it is one."""
     start = _read_json(layout.files(job.id).start_path)
     return on_cluster(start) if job.attempts and start.get("number") == job.attempt.number else {}
 
@@ -551,7 +547,7 @@ def _text(value: Any) -> str | None:
     return plain(value) if isinstance(value, str) else None
 
 
-def _memory_used(event: dict[str, Any]) -> dict[str, int]:
+def _memory_used(event: Mapping[str, Any]) -> dict[str, int]:
     """Return the worker's memory use in a `memory` event; a later one replaces what it reports again."""
     return {
         key: value
@@ -623,7 +619,6 @@ def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
 
 
 def _estimated_bytes(layout: Layout, job: Job) -> int | None:
-    """Return the memory that the plan estimates; None without a readable estimate."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         memory = _plan(layout.files(job.id)).memory
         return memory.total_bytes if memory else None
@@ -674,7 +669,6 @@ def refused(spool: Spool, asker: Asker = ANYBODY, *, limit: int = MAX_REFUSED) -
 
 
 def _reasons(paths: Iterable[PersonPath], asker: Asker) -> Iterator[Reason]:
-    """Yield the reasons that somebody may read."""
     for path in paths:
         if (reason := refusals.read(path)) is not None and (asker.reads_all or reason.uid == asker.uid):
             yield reason

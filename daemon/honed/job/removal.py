@@ -104,7 +104,6 @@ def remove_checkpoints(layout: Layout, job_id: int, tick: Callable[[], None] = n
 
 
 def _tick() -> None:
-    """Show the daemon that the work goes on."""
     print(flush=True)
 
 

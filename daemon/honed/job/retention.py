@@ -188,7 +188,7 @@ class Wish:
     rows: bool = False  #: cached rows instead of jobs
 
     @classmethod
-    def of(cls, arguments: dict[str, Any]) -> Wish:
+    def of(cls, arguments: Mapping[str, Any]) -> Wish:
         """Parse a request from the control socket. Raises UsageError for arguments that honectl would not send."""
         try:
             limits = Limits(*(_figure(arguments.get(key)) for key in ("older_than_sec", "keep", "max_bytes")))

@@ -161,7 +161,6 @@ class RowCache:
             self._note(entry)
 
     def _is_of(self, entry: Entry, infos: Iterable[os.stat_result]) -> bool:
-        """Return True if an entry has these very files."""
         mine = _infos(self._place(entry))
         return len(mine) == len(FILES) and all(map(os.path.samestat, mine, infos))
 

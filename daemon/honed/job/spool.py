@@ -157,7 +157,6 @@ class Entries:
         return job
 
     def _is_as_known(self, found: Brief, path: str) -> bool:
-        """Return True if an entry is the file that the index was made from."""
         try:
             info = os.stat(path)  # noqa: PTH116 - of 50,000 entries, Path objects would take a third of the time
         except OSError:
@@ -362,7 +361,7 @@ class Spool:
         return moved
 
     @contextlib.contextmanager
-    def _changed(self, job: Job, to: State, changes: dict[str, Any]) -> Iterator[Job]:
+    def _changed(self, job: Job, to: State, changes: Mapping[str, Any]) -> Iterator[Job]:
         """Yield the new entry, with a revision above that of every copy on disk, including those of failed changes."""
         failed = self._begun.get(job.id)
         revision = max(job.revision, failed or 0) + 1

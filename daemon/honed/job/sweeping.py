@@ -112,7 +112,6 @@ class Sweeps:
 
 
 def _remove(new: Path) -> None:
-    """Remove what `_write` has begun: directories of files."""
     for child in new.iterdir() if new.is_dir() else ():
         durable.remove_flat(child)
     durable.remove_flat(new)

@@ -242,7 +242,6 @@ def _occasions(training: Mapping[str, Any], steps: int, per_epoch: int) -> int:
 
 
 def _prediction_sec(events: Sequence[Event]) -> float:
-    """Return the seconds that the predictions before the first step took: one batch or less."""
     baseline = _moment(events, "baseline")
     told = next((item.time for item in events if item.kind == "predictions"), None)
     return max(0.0, told - baseline) if baseline is not None and told is not None else 0.0

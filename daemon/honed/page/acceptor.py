@@ -1,8 +1,8 @@
 """Takes the connections of honed-web's unix sockets, faster than somebody can make them, so that the kernel's backlog
-has room for the next client, who may be root: asyncio would take a few in a round, and make a transport for each.
+has room for the next client, who may be root: asyncio would take a few in a round, and make a transport for all.
 
 Of those that one holder makes while the backlog is never empty, it takes as many as are answered in a moment; the rest
-are told that there is no place.
+get the answer that there is no place.
 """
 
 from __future__ import annotations

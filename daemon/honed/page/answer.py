@@ -59,9 +59,9 @@ _TITLES = {
 @cache
 def no_place_at_all(kind: Kind) -> bytes:
     """Return the whole response to a connection without a place, of which no request has been read."""
-    told = said(503, no_place(kind), {**RETRY, "Connection": "close"})
-    head = "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in told.raw_headers)
-    return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n".encode() + bytes(told.body)
+    answer = error_answer(503, no_place(kind), {**RETRY, "Connection": "close"})
+    head = "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in answer.raw_headers)
+    return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n".encode() + bytes(answer.body)
 
 
 def html(page: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -92,7 +92,7 @@ def encode(value: Any) -> bytes:
     return made.encode(errors="replace")
 
 
-def said(
+def error_answer(
     status: int, error: HonedError, headers: Mapping[str, str] | None = None, *, scope: Scope | None = None
 ) -> Response:
     """Return an error; a page if a browser asks for one."""
@@ -104,7 +104,6 @@ def said(
 
 
 def _wants_page(scope: Scope) -> bool:
-    """Tell whether a request is a browser's for a page."""
     accepted = (value for name, value in scope["headers"] if name == b"accept")
     return any(b"text/html" in item for item in accepted) and not _FOR_PROGRAMS.fullmatch(scope["path"])
 
@@ -113,12 +112,12 @@ def token_wanted(scope: Scope) -> Response:
     error = NotPermittedError(
         "honed-web needs its token", hint="send Authorization: Bearer TOKEN, or TOKEN as the password"
     )
-    return said(401, error, {"WWW-Authenticate": 'Basic realm="honed", charset="UTF-8"'}, scope=scope)
+    return error_answer(401, error, {"WWW-Authenticate": 'Basic realm="honed", charset="UTF-8"'}, scope=scope)
 
 
 async def refusal(request: Request, error: HonedError) -> Response:
     """Return the answer to a request that failed."""
-    answer = partial(said, error=error, scope=request.scope)
+    answer = partial(error_answer, error=error, scope=request.scope)
     match error:
         case NotPermittedError() if request.state.login is Login.PASSWORD:
             return token_wanted(request.scope)
@@ -149,4 +148,4 @@ async def unreadable(request: Request, error: OSError | sqlite3.Error) -> Respon
 
 async def no_route(request: Request, error: HTTPException) -> Response:
     wrong = UsageError("there is no page at this address", hint="/ lists all jobs, and /openapi.json all addresses")
-    return said(error.status_code, wrong, error.headers, scope=request.scope)
+    return error_answer(error.status_code, wrong, error.headers, scope=request.scope)

@@ -1,4 +1,4 @@
-"""The JSON API of honed-web: each endpoint's parameters and response type. The OpenAPI description is generated from
+"""The JSON API of honed-web: the endpoints' parameters and response type. The OpenAPI description is generated from
 them, so that the two cannot differ."""
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ def _made_of(
 
 
 def _annotation(kind: Any) -> Any:
-    """Return the type of a key with models in place of rows."""
     if is_typeddict(kind):
         return _MODELS.get(kind, dict[str, Any])
     if isinstance(kind, UnionType):
@@ -114,7 +113,7 @@ def _annotation(kind: Any) -> Any:
     return list[_annotation(get_args(kind)[0])] if get_origin(kind) is list else kind  # type: ignore[misc]
 
 
-#: A key that is no name, whose row has no place for its description.
+#: A key that is no name, whose row has no room for its description.
 _WORDS = {"class": "Class of the administrator's [classes]; null: the default class."}
 _STEPS = {"step": int | None, "num_steps": int | None}
 Progress = _made_of(shape.Progress, "Progress", "The progress of a job.", types=_STEPS)
@@ -328,9 +327,9 @@ def _path(path: str, summary: str, content: dict[str, Any], query: list[dict[str
 def _query(model: type[BaseModel]) -> list[dict[str, Any]]:
     schema = model.model_json_schema()
     kinds = schema.get("$defs", {})
-    found = []
-    for name, told in schema.get("properties", {}).items():
-        words = {key: value for key, value in told.items() if key not in {"description", "title"}}
+    parameters = []
+    for name, schema_of in schema.get("properties", {}).items():
+        words = {key: value for key, value in schema_of.items() if key not in {"description", "title"}}
         # A parameter is left out rather than null.
         if "anyOf" in words:
             (one,) = [item for item in words.pop("anyOf") if item.get("type") != "null"]
@@ -338,13 +337,13 @@ def _query(model: type[BaseModel]) -> list[dict[str, Any]]:
             words.pop("default", None)
         if "$ref" in words:
             words = {"type": "string", "enum": kinds[words["$ref"].rpartition("/")[2]]["enum"]}
-        found.append(
+        parameters.append(
             {
                 "name": name,
                 "in": "query",
                 "required": False,
-                "description": told.get("description", ""),
+                "description": schema_of.get("description", ""),
                 "schema": words,
             }
         )
-    return found
+    return parameters

@@ -29,7 +29,7 @@ from honed.job.job import Job, State
 from honed.job.progress import progress_text
 from honed.job.query import Asker
 from honed.page import api, metrics
-from honed.page.answer import Login, encode, html, no_route, refusal, said, token_wanted, unreadable
+from honed.page.answer import Login, encode, error_answer, html, no_route, refusal, token_wanted, unreadable
 from honed.page.api import ENDPOINTS, Endpoint
 from honed.page.comparison import MAX_JOBS, MIN_JOBS
 from honed.page.guard import Guard, Rules
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 #: Seconds of one stream, after which a browser reconnects by itself; between looks at a job; between heartbeats.
 STREAM_SEC, POLL_SEC, HEARTBEAT_SEC = 900.0, 1.0, 15.0
-#: Threads that read the spool and the database, for each kind of client: five kinds have at most 15 requests at the
+#: Threads that read the spool and the database, per kind of client: five kinds have at most 15 requests at the
 #: control socket, which takes 16 of one user.
 MAX_READERS = 3
 #: Characters of the numbers of jobs in an address.
@@ -118,16 +118,16 @@ class Web:
 
     def _made(self, endpoint: Endpoint, request: Request) -> Response:
         jobs, asked = request.path_params.values(), _parameters(endpoint, request)
-        found = endpoint.read(self.source, *jobs, _asker(request), **asked)
+        answer = endpoint.read(self.source, *jobs, _asker(request), **asked)
         headers = {}
-        if isinstance(found, Page):
+        if isinstance(answer, Page):
             assert endpoint.rows is not None
             words = {key: value for key, value in request.query_params.items() if key != "cursor"}
-            after = f"{request.url.path}?{urlencode({**words, 'cursor': found.next})}" if found.next else None
+            after = f"{request.url.path}?{urlencode({**words, 'cursor': answer.next})}" if answer.next else None
             headers = {"Link": f'<{after}>; rel="next"'} if after else {}
-            found = {endpoint.rows: found.rows, "next": after}
-        status = 503 if endpoint.path == "/healthz" and found["status"] != "ok" else 200
-        return Response(encode(found), status, headers, media_type="application/json")
+            answer = {endpoint.rows: answer.rows, "next": after}
+        status = 503 if endpoint.path == "/healthz" and answer["status"] != "ok" else 200
+        return Response(encode(answer), status, headers, media_type="application/json")
 
     async def _metrics(self, request: Request) -> Response:
         body = await self.read(_kind(request), metrics.scrape, self.source, _asker(request))
@@ -145,7 +145,7 @@ class Web:
                     hint="for WSL, containers, proxies and a honed-web that runs under sudo: put a token in "
                     "web.token_file of honed.toml, start honed-web again, and enter the token as the password",
                 )
-                return said(403, error, scope=request.scope)
+                return error_answer(403, error, scope=request.scope)
             # A page that goes on by itself, since with a redirect the request would still be that of another site, and
             # a browser would not send the cookie with it.
             page = document("login.html", title="honed", is_served=True, live="")
@@ -154,7 +154,7 @@ class Web:
             return token_wanted(request.scope)
         if request.state.login is Login.LINK or token is not None:
             error = NotPermittedError("this link is not valid, or not any more", hint="`honectl web` prints a new one")
-            return said(403, error, scope=request.scope)
+            return error_answer(403, error, scope=request.scope)
         return RedirectResponse("/")
 
     # -- pages --------------------------------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ class Web:
         """Return the jobs that `ids` or `sweep` names, and their number; of a large sweep the best ones. Each of them
         must be readable."""
         if sweep := given.get("sweep"):
-            found = query.group(self.source.entries, self.source.layout, sweep[:MAX_IDS], asker)["jobs"]
-            best = sorted(found, key=lambda one: (one["eval_loss"] is None, one["eval_loss"], one["id"]))[:MAX_JOBS]
-            numbers, num_all = sorted(one["id"] for one in best), len(found)
+            jobs = query.group(self.source.entries, self.source.layout, sweep[:MAX_IDS], asker)["jobs"]
+            best = sorted(jobs, key=lambda one: (one["eval_loss"] is None, one["eval_loss"], one["id"]))[:MAX_JOBS]
+            numbers, num_all = sorted(one["id"] for one in best), len(jobs)
         else:
             numbers = list(dict.fromkeys(_ids(given.get("ids", ""))))
             num_all = len(numbers)
@@ -212,12 +212,12 @@ class Web:
     async def _tell_job(self, job_id: int, asker: Asker, kind: Kind) -> AsyncIterator[bytes]:
         last: StateRow | None = None
         async for _ in self._ticks():
-            found = await self.read(kind, self.source.state, job_id, asker, is_patient=True)
-            if found != last:
-                last = found
-                yield _event("progress", {**found, "line": _line(found)})
-                if State(found["state"]).is_final:
-                    yield _event("ended", {"state": found["state"], "outcome": found["outcome"]})
+            row = await self.read(kind, self.source.state, job_id, asker, is_patient=True)
+            if row != last:
+                last = row
+                yield _event("progress", {**row, "line": _line(row)})
+                if State(row["state"]).is_final:
+                    yield _event("ended", {"state": row["state"], "outcome": row["outcome"]})
                     return
             else:
                 yield b""
@@ -274,12 +274,11 @@ def _event(kind: str, data: Mapping[str, Any]) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + encode(data) + b"\n\n"
 
 
-def _line(found: StateRow) -> str:
-    """Return the top line of an unfinished job's page; empty unless the job runs."""
-    if found["state"] != "running":
+def _line(row: StateRow) -> str:
+    if row["state"] != "running":
         return ""
-    is_training = found["progress"].get("step") is not None
-    return f"running: {progress_text(found['progress']) if is_training else found['stage'] or 'starting'}"
+    is_training = row["progress"].get("step") is not None
+    return f"running: {progress_text(row['progress']) if is_training else row['stage'] or 'starting'}"
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -306,7 +305,6 @@ def _parameters(endpoint: Endpoint, request: Request) -> dict[str, Any]:
 
 
 def _ids(words: str) -> list[int]:
-    """Parse the numbers of an address. Raises UsageError if one is none."""
     if len(words) > MAX_IDS or not re.fullmatch(r"([0-9]{1,18}(,[0-9]{1,18})*)?", words, re.ASCII):
         raise UsageError(f"ids: not numbers of jobs: {words[:40]!r}", hint="/compare?ids=1,2,3")
     return [int(word) for word in words.split(",") if word]
@@ -314,7 +312,6 @@ def _ids(words: str) -> list[int]:
 
 @cache
 def _content(name: str) -> str:
-    """Return the content of one of the scripts."""
     return vendored("uplot/uPlot.iife.min.js") if name == "uplot" else source(f"{name}.js")
 
 
@@ -326,8 +323,6 @@ def _script(request: Request) -> Response:
 
 
 def _at_once(answer: Callable[[Request], Response]) -> Callable[[Request], Awaitable[Response]]:
-    """Make an endpoint of an answer that needs no thread."""
-
     async def endpoint(request: Request) -> Response:
         return answer(request)
 

@@ -32,7 +32,7 @@ from honed.system import layout as layouts
 from honed.system import niceness
 from honed.system.log import guard_tracebacks
 
-#: Jobs on a page, at least and at most; each has a letter.
+#: Jobs on a page, at least and at most; they have letters.
 MIN_JOBS, MAX_JOBS = 2, 16
 MARKS = "ABCDEFGHIJKLMNOP"
 #: Examples on a page, and characters of one text and of one value of a spec.
@@ -85,19 +85,17 @@ def _head(story: Story, *, now: float) -> dict[str, Any]:
 
 
 def _best(stories: Sequence[Story]) -> int | None:
-    """Return the place of the job with the lowest evaluation loss of those that succeeded, if several have one."""
     known = {
-        place: loss
-        for place, story in enumerate(stories)
+        index: loss
+        for index, story in enumerate(stories)
         if story.job.state == "succeeded" and (loss := story.shown["metrics"].get("eval_loss")) is not None
     }
-    return min(known, key=lambda place: known[place]) if len(known) > 1 else None
+    return min(known, key=lambda index: known[index]) if len(known) > 1 else None
 
 
 def _scores(story: Story, telling: Container[str]) -> dict[str, float]:
-    """Return the metrics of the last evaluation, scores of predictions first."""
     metrics = story.shown["metrics"]
-    # With those of each data set and tag: `eval_loss/general`, `predictions/exact_match/tag:x`.
+    # With those of every data set and tag: `eval_loss/general`, `predictions/exact_match/tag:x`.
     names = [name for name in metrics if name.startswith("eval_loss") or "/".join(name.split("/")[:2]) in telling]
     return {name: metrics[name] for name in sorted(names, key=lambda name: (name.startswith("eval_loss"), name))}
 
@@ -135,7 +133,6 @@ def _plots(stories: Sequence[Story], scores: Sequence[str]) -> list[Markup]:
 
 
 def _answer(row: dict[str, Any]) -> dict[str, Any]:
-    """Return an example with each job's answer: whether it is right, as a word, and its parts."""
     truth = row["ground_truth"]
     given = [None if item is None else compared(item, truth) for item in row["predictions"]]
     return {"prompt": row["prompt"], "truth": truth, "given": given}

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from honed.job.query import Asker
-from honed.page.answer import RETRY, Login, said, token_wanted
+from honed.page.answer import RETRY, Login, error_answer, token_wanted
 from honed.page.place import Holder, Kind, Places, no_place
 from honed.page.session import Session, equal
 from honed.page.source import NoSuchJobError
@@ -109,23 +109,23 @@ class Guard:
         # Without a place of its own by now, the connection has been lost, and would keep another for ever.
         if holder.kind is not None and not self._web.places.enter(kind, holder):
             self._web.places.num_refused += 1
-            return said(503, no_place(kind), {**RETRY, "Connection": "close"}, scope=scope)
+            return error_answer(503, no_place(kind), {**RETRY, "Connection": "close"}, scope=scope)
         if scope["method"] not in {"GET", "HEAD"}:
             error: UsageError | NotPermittedError
             error = UsageError("honed-web is read-only: use GET or HEAD", hint="use honectl for changes")
-            return said(405, error, {"Allow": "GET, HEAD"}, scope=scope)
+            return error_answer(405, error, {"Allow": "GET, HEAD"}, scope=scope)
         if peer is None and not rules.needs_token and not _is_ours(headers.get(b"host", ""), rules.hosts):
             error = NotPermittedError(
                 "the Host of this request is not a name of this machine", hint="see web.hosts in honed.toml"
             )
-            return said(421, error, scope=scope)
+            return error_answer(421, error, scope=scope)
         if (shown is not None and rules.token is not None and not has_token) or (
             peer is None and rules.needs_token and not has_token
         ):
             return token_wanted(scope)
         if _ENDLESS.search(scope["path"]):
             error = NoSuchJobError("no job has this number", hint="GET /api/jobs lists all jobs")
-            return said(404, error, scope=scope)
+            return error_answer(404, error, scope=scope)
         scope["state"] = {
             **scope["state"],
             "kind": kind,

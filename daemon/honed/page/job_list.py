@@ -41,7 +41,6 @@ Value = float | str | None
 
 
 def _share(row: Row) -> float | None:
-    """Return the share of its steps that a job has taken."""
     step, num_steps = row["progress"]["step"], row["progress"]["num_steps"]
     return step / num_steps if step is not None and num_steps else None
 
@@ -109,7 +108,7 @@ class Choice:
         return [*known, *(row for row in rows if column.value(row) is None)]
 
     def heads(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the title of each column, the address that sorts by it, and its order now, as aria-sort names it."""
+        """Yield the title of every column, the address that sorts by it, and its order now, as aria-sort names it."""
         for key, column in COLUMNS.items():
             down, up = (f"-{key}", key)
             first, second = (down, up) if column.is_falling else (up, down)
@@ -119,7 +118,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Device:
-    """A device, its load, what closes it, and the jobs on it, each with its name."""
+    """A device, its load, what closes it, and the jobs on it with their names."""
 
     label: str
     name: str
@@ -140,8 +139,8 @@ class JobList:
     def page(self, asker: Asker, choice: Choice, login: str) -> bytes:
         """Return the page that an asker may see."""
         everything = self._source.rows(asker)
-        found = [row for row in everything if choice.has(row)]
-        shown, older_than, num_hidden = _cut(choice, found)
+        rows = [row for row in everything if choice.has(row)]
+        shown, older_than, num_hidden = _cut(choice, rows)
         status, _ = self._told.get()
         counts = Counter(row["state"] for row in everything)
         return document(
@@ -156,7 +155,7 @@ class JobList:
             heads=list(choice.heads()),
             counts=[(state.value, counts[state]) for state in State if counts[state]],
             num_jobs=len(everything),
-            num_found=len(found),
+            num_found=len(rows),
             num_hidden=num_hidden,
             older_than=older_than,
             status=status,
@@ -169,7 +168,7 @@ class JobList:
     # -- the jobs -----------------------------------------------------------------------------------------------------
 
     def _cells(self, rows: Sequence[Row], asker: Asker) -> Iterator[tuple[Any, ...]]:
-        """Yield what the page says of each job: in words why it waits, its sparkline, score, duration and model."""
+        """Yield what the page says of every job: in words why it waits, its sparkline, score, duration and model."""
         readable = [row for row in rows if asker.reads_all or row["uid"] == asker.uid]
         courses = self._courses(readable)
         for row in rows:
@@ -185,7 +184,7 @@ class JobList:
     def _courses(self, rows: Sequence[Row]) -> dict[int, list[float]]:
         """Return the losses of these jobs, averaged to a few values; of some none as yet, if that takes long."""
         until = time.monotonic() + SPARK_SEC
-        found: dict[int, list[float]] = {}
+        courses: dict[int, list[float]] = {}
         with self._lock, closing(Reader(self._source.layout.database_path)) as reader:
             for row in rows:
                 if row["progress"]["step"] is None:
@@ -196,10 +195,10 @@ class JobList:
                     self._sparks[row["id"]] = known
                 if known is not None:
                     self._sparks.move_to_end(row["id"])
-                    found[row["id"]] = known[1]
+                    courses[row["id"]] = known[1]
             while len(self._sparks) > MAX_SPARKS:
                 self._sparks.popitem(last=False)
-        return found
+        return courses
 
     # -- the machine --------------------------------------------------------------------------------------------------
 
@@ -221,18 +220,18 @@ class JobList:
             if row["state"] == State.RUNNING and (job := jobs.get(row["id"])) is not None and job.attempts:
                 for key in job.attempt.devices:
                     on.setdefault(key, []).append((row["id"], row["name"] or f"job {row['id']}"))
-        is_anybody = asker.uid < 0 and not asker.reads_all  # they are not told who reserved a device, and why
-        found = []
+        is_anybody = asker.uid < 0 and not asker.reads_all  # they do not learn who reserved a device, and why
+        devices = []
         for device in status["devices"] if status else ():
             key, load = device["device"], loads.pop(device["device"], None)
             closures = [item["reason" if is_anybody else "detail"] for item in device["closures"]]
-            found.append(Device(device["label"], device["name"] or "", load, closures, on.pop(key, ())))
-        found += [
+            devices.append(Device(device["label"], device["name"] or "", load, closures, on.pop(key, ())))
+        devices += [
             Device(f"GPU {item['index']}", item["name"], item, (), on.pop(key, ())) for key, item in loads.items()
         ]
-        found += [Device(key, "", None, (), those) for key, those in on.items()]
+        devices += [Device(key, "", None, (), those) for key, those in on.items()]
         # Where there are GPUs, the CPU is shown only if it has a job.
-        return [item for item in found if item.load or item.jobs or item.closures] or found
+        return [item for item in devices if item.load or item.jobs or item.closures] or devices
 
 
 def _cut(choice: Choice, rows: Sequence[Row]) -> tuple[list[Row], int | None, int]:

@@ -74,12 +74,14 @@ class Figures(Collector):
         yield from self._file_systems()
         if (values := counters.read(self._source.layout.counters_path)) is not None:
             yield from _counted(values)
-        if (told := self._source.telemetry()) is not None:
+        if (telemetry := self._source.telemetry()) is not None:
             words = "Whether honed is degraded, by kind of fault"
-            yield _gauge("honed_degraded", words, "kind", told["faults"].items())
-            yield GaugeMetricFamily("honed_damaged_entries", "Damaged entries in corrupt/", value=told["num_damaged"])
-            yield from _loads(told["gpus"])
-            yield from _process("honed_process", told["process"])
+            yield _gauge("honed_degraded", words, "kind", telemetry["faults"].items())
+            yield GaugeMetricFamily(
+                "honed_damaged_entries", "Damaged entries in corrupt/", value=telemetry["num_damaged"]
+            )
+            yield from _loads(telemetry["gpus"])
+            yield from _process("honed_process", telemetry["process"])
         if self._with_process:
             with contextlib.suppress(OSError):
                 yield from _process("process", usage())
@@ -89,8 +91,8 @@ class Figures(Collector):
         states = Counter(job.state for job in jobs)
         yield _gauge("honed_jobs", "Jobs by state", "state", [(state, states[state]) for state in State])
         outcomes = sorted(Counter(job.outcome for job in jobs if job.state.is_final).items(), key=str)
-        found = [(outcome or "none", count) for outcome, count in outcomes]
-        yield _gauge("honed_outcomes", "Finished jobs that are kept, by outcome", "outcome", found)
+        counts = [(outcome or "none", count) for outcome, count in outcomes]
+        yield _gauge("honed_outcomes", "Finished jobs that are kept, by outcome", "outcome", counts)
         waiting = [job.submitted_at for job in jobs if job.state is State.QUEUED]
         age = max(0.0, time.time() - min(waiting)) if waiting else 0.0
         yield GaugeMetricFamily("honed_queue_age_seconds", "Age of the job that has been queued the longest", value=age)
@@ -100,10 +102,10 @@ class Figures(Collector):
 
     def _running(self) -> Iterator[Metric]:
         running = {job.id: job for job in self._source.entries.all_jobs().values() if job.state is State.RUNNING}
-        told = self._source.running(sorted(running))
+        running_rows = self._source.running(sorted(running))
         for key, name, words in _PROGRESS:
             family = GaugeMetricFamily(name, words, labels=("job",))
-            for job_id, progress in told.items():
+            for job_id, progress in running_rows.items():
                 is_open = key in {"step", "num_steps", "eta_sec"} or self._asker.may_read(running[job_id])
                 if is_open and isinstance(value := progress.get(key), int | float):
                     family.add_metric((str(job_id),), value)
@@ -113,18 +115,17 @@ class Figures(Collector):
         yield _gauge("honed_job_started_timestamp_seconds", words, "job", started)
 
     def _file_systems(self) -> Iterator[Metric]:
-        found: dict[str, os.statvfs_result] = {}
+        systems: dict[str, os.statvfs_result] = {}
         for directory in (self._source.layout.state_dir, self._source.layout.spool_dir):
             with contextlib.suppress(OSError):
-                found[str(directory)] = os.statvfs(directory)
-        sizes = [(name, item.f_blocks * item.f_frsize) for name, item in found.items()]
-        free = [(name, item.f_bavail * item.f_frsize) for name, item in found.items()]
+                systems[str(directory)] = os.statvfs(directory)
+        sizes = [(name, item.f_blocks * item.f_frsize) for name, item in systems.items()]
+        free = [(name, item.f_bavail * item.f_frsize) for name, item in systems.items()]
         yield _gauge("honed_filesystem_size_bytes", "Size of a file system", "directory", sizes)
         yield _gauge("honed_filesystem_avail_bytes", "Bytes that honed can still write", "directory", free)
 
 
 def _gauge(name: str, words: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
-    """Return a metric with a value for each of the label's."""
     family = GaugeMetricFamily(name, words, labels=(label,))
     for item, value in values:
         family.add_metric((item,), value)
@@ -132,11 +133,11 @@ def _gauge(name: str, words: str, label: str, values: Iterable[tuple[str, float]
 
 
 def _outbox(path: Path) -> Iterator[Metric]:
-    """Yield what waits for honed-send; nothing where the disk does not return it: the other metrics tell of that."""
-    refused = outbox.refused_dir(path)
+    """Yield what waits for honed-send; nothing where the disk does not return it: the other metrics show that."""
+    rejected_dir = outbox.refused_dir(path)
     try:
-        num_refused = sum(1 for _ in refused.glob("*.json")) if refused.is_dir() else 0
-        found = (
+        num_refused = sum(1 for _ in rejected_dir.glob("*.json")) if rejected_dir.is_dir() else 0
+        waiting = (
             (
                 "waiting_bytes",
                 "Bytes of metrics and predictions waiting for honed-send",
@@ -152,7 +153,7 @@ def _outbox(path: Path) -> Iterator[Metric]:
         )
     except OSError:
         return
-    for name, words, value in found:
+    for name, words, value in waiting:
         yield GaugeMetricFamily(f"honed_outbox_{name}", words, value=value)
 
 

@@ -1,5 +1,5 @@
-"""HTML for people: each page is one self-contained file, light and dark, for phones and for paper. A file has no
-script; pages of honed-web have those beside the templates, and uPlot.
+"""HTML for people: every page is one self-contained file, light and dark, for phones and for paper. A file has no
+script; pages of honed-web have those next to the templates, and uPlot.
 
 Texts from a model or a data set are hostile. The templates are files of this package, and every value in them goes
 through `text`; the page's own policy allows no other script, no form and no address but `data:` images, should anything
@@ -46,14 +46,14 @@ def text(value: Any, limit: int | None = None, more: str = "") -> Markup:
         return value
     whole = "" if value is None else str(value)
     shown = whole[:limit].encode(errors="replace").decode()
-    made = _HIDDEN.sub(lambda found: f'<span class="hidden">{_code_point(found)}</span>', escape(shown))
+    made = _HIDDEN.sub(lambda match: f'<span class="hidden">{_code_point(match)}</span>', escape(shown))
     if len(shown) < len(whole):
         made = f'{made} <span class="dim">… and {len(whole) - len(shown):,} more characters{escape(more)}</span>'
     return Markup(made)
 
 
-def _code_point(found: re.Match[str]) -> str:
-    return f"U+{ord(found[0]):04X}"
+def _code_point(match: re.Match[str]) -> str:
+    return f"U+{ord(match[0]):04X}"
 
 
 def document(template: str, **values: Any) -> bytes:
@@ -70,7 +70,7 @@ def load() -> None:
 
 
 def source(name: str) -> str:
-    """Return a file from beside the templates as it is."""
+    """Return a file from the templates' directory as it is."""
     content: str = _LOADER.get_source(_ENVIRONMENT, name)[0]
     return content
 

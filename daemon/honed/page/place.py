@@ -95,7 +95,7 @@ class Places:
     """The places, and the connections that have them."""
 
     def __init__(self) -> None:
-        #: The connections of each kind, in the order in which they began to wait.
+        #: The connections of every kind, in the order in which they began to wait.
         self._held: dict[Kind, dict[Holder, None]] = {kind: {} for kind in Kind}
         self.num_refused = 0  #: responses 503 for want of a place
 
@@ -133,7 +133,7 @@ class Places:
             holder.kind = None
 
     def streams(self, holder: Holder) -> int | None:
-        """Return the number of event streams beside which a connection cannot have one; None if it can."""
+        """Return the number of event streams with which there is no room for another; None if it can."""
         if holder.kind is None:
             return None
         share = SHARES[holder.kind]

@@ -66,16 +66,16 @@ def lines(
 
 def _data(series: Sequence[Series], *, from_zero: bool) -> Markup:
     """Return the attributes of a figure that plots.js draws."""
-    told = []
+    values = []
     for item in series:
         points = thinned(
             item.points, max(MAX_POINTS // 2, min(MAX_SERVED_POINTS, 2 * MAX_SERVED_POINTS // len(series)))
         )
-        told.append(
+        values.append(
             {"name": plain(item.name), "x": [x for x, _ in points], "y": [float(f"{y:.6g}") for _, y in points]}
         )
     zero = Markup(" data-zero") if from_zero else ""
-    return Markup(' data-plot="{}"{}').format(json.dumps(told, separators=(",", ":")), zero)
+    return Markup(' data-plot="{}"{}').format(json.dumps(values, separators=(",", ":")), zero)
 
 
 def sparkline(name: str, values: Sequence[float]) -> Markup:
@@ -101,18 +101,18 @@ def histogram(title: str, counts: Sequence[int], width: float, *, x_label: str) 
     x_scale = _Scale(0, max(x_ticks[-1], len(counts) * width), _LEFT, WIDTH - _RIGHT)
     y_scale = _Scale(0, y_ticks[-1], HEIGHT - _BOTTOM, _TOP)
     bars = []
-    for place, count in enumerate(counts):
-        left, right, top = x_scale(place * width), x_scale((place + 1) * width), y_scale(count)
+    for index, count in enumerate(counts):
+        left, right, top = x_scale(index * width), x_scale((index + 1) * width), y_scale(count)
         bars.append(
             f'<rect class="bar" x="{left + 0.5:.1f}" y="{top:.1f}" width="{max(right - left - 1, 0.5):.1f}" '
-            f'height="{HEIGHT - _BOTTOM - top:.1f}"><title>{place * width:g} to {(place + 1) * width:g}: {count}'
+            f'height="{HEIGHT - _BOTTOM - top:.1f}"><title>{index * width:g} to {(index + 1) * width:g}: {count}'
             "</title></rect>"
         )
     return _figure(title, _axes(x_ticks, y_ticks, x_scale, y_scale, x_label) + "".join(bars), ())
 
 
 def thinned(points: Sequence[tuple[float, float]], number: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Return at most `number` points: the first, the last, and the lowest and highest of each stretch, so that a spike
+    """Return at most `number` points: the first, the last, and the lowest and highest of every stretch, so that a spike
     of one step stays visible."""
     if len(points) <= number:
         return list(points)
@@ -193,14 +193,14 @@ def _axes(x_ticks: Sequence[float], y_ticks: Sequence[float], x_scale: _Scale, y
 
 
 def _series(number: int, series: Series, x_scale: _Scale, y_scale: _Scale) -> str:
-    places = [(x_scale(x), y_scale(y)) for x, y in series.points]
-    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-    drawn = f'<path class="series s{number % NUM_STYLES}" d="{path}"/>' if len(places) > 1 else ""
-    if len(places) <= 40:
+    positions = [(x_scale(x), y_scale(y)) for x, y in series.points]
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in positions)
+    drawn = f'<path class="series s{number % NUM_STYLES}" d="{path}"/>' if len(positions) > 1 else ""
+    if len(positions) <= 40:
         drawn += "".join(
             f'<circle class="series s{number % NUM_STYLES}" cx="{px:.1f}" cy="{py:.1f}" r="2.6">'
             f"<title>{text(series.name)} at {x:g}: {y:.5g}</title></circle>"
-            for (px, py), (x, y) in zip(places, series.points, strict=True)
+            for (px, py), (x, y) in zip(positions, series.points, strict=True)
         )
     return drawn
 

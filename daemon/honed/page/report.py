@@ -66,7 +66,7 @@ _PARTS = (
     ("available", "available_bytes"),
 )
 
-#: Jobs of each kind (running, queued, held, over) on the index: nobody reads a page of ten thousand.
+#: Jobs of every kind (running, queued, held, over) on the index: nobody reads a page of ten thousand.
 MAX_INDEX_JOBS = 200
 
 
@@ -159,17 +159,13 @@ def outcome(story: Story) -> tuple[str, str]:
             return "warn", f"{job.state}; preempted: {preemption['reason']}"
         case "running":
             progress = story.shown["progress"]
-            return "", f"running: {progress_text(progress) if progress.get('step') is not None else _stage(story)}"
+            stage = story.last("stage").get("stage", "starting")
+            return "", f"running: {progress_text(progress) if progress.get('step') is not None else stage}"
         case state:
             return "warn" if state == "held" or why else "", f"{state}{why}"
 
 
-def _stage(story: Story) -> str:
-    return str(story.last("stage").get("stage", "starting"))
-
-
 def _ends(story: Story) -> str:
-    """Return e.g. `: loss 1.2 → 0.4, evaluation loss 1.3 → 0.6`."""
     parts = []
     for name, words in (("loss", "loss"), ("eval_loss", "evaluation loss")):
         if points := story.points(name):
@@ -179,14 +175,14 @@ def _ends(story: Story) -> str:
 
 
 def telling_scores(stories: Sequence[Story]) -> list[str]:
-    """Return the metrics of the predictions as a whole. One that was always 0 says nothing beside others, and no more
+    """Return the metrics of the predictions as a whole. One that was always 0 says nothing next to others, and no more
     does the share of answers that a metric could read where it could read all."""
     values: dict[str, list[float]] = {}
     for story in stories:
         for name in story.curves:
             if name.startswith("predictions/") and name.count("/") == 1:
                 values.setdefault(name, []).extend(value for _, value in story.points(name))
-    values = {name: found for name, found in values.items() if not (name.endswith("_parsable") and min(found) == 1)}
+    values = {name: scores for name, scores in values.items() if not (name.endswith("_parsable") and min(scores) == 1)}
     return [name for name in values if any(values[name])] or list(values)
 
 
@@ -247,7 +243,7 @@ def _group_of(name: str) -> str:
 
 
 def _groups(story: Story) -> list[tuple[str, str, str, str]]:
-    """Return the metrics of each data set and tag: the group, the metric, its first value and its last."""
+    """Return the metrics of every data set and tag: the group, the metric, its first value and its last."""
     names = [name for name in story.curves if _group_of(name)]
     rows = []
     for name in sorted(names, key=lambda name: (_group_of(name), name)):
@@ -291,10 +287,10 @@ def _speed(story: Story) -> list[tuple[float, float]]:
     """Return the steps per minute between logged steps, in at most about a hundred stretches."""
     points = story.curves["loss"].points if "loss" in story.curves else []
     points = points[:: max(1, len(points) // 100)]
-    told = [(point.step, datetime.fromisoformat(point.created_at).timestamp()) for point in points]
+    times = [(point.step, datetime.fromisoformat(point.created_at).timestamp()) for point in points]
     return [
         (step, 60 * (step - before) / (when - then))
-        for (before, then), (step, when) in itertools.pairwise(told)
+        for (before, then), (step, when) in itertools.pairwise(times)
         if when > then and step > before
     ]
 
@@ -303,7 +299,7 @@ def _speed(story: Story) -> list[tuple[float, float]]:
 
 
 def _samples(story: Story) -> list[dict[str, Any]]:
-    """Return the first held-out examples, each with its predictions."""
+    """Return the first held-out examples with their predictions."""
     thumbnails = {
         str(row.get("sample_index")): row.get("thumbnails") for row in _dicts(story.last("samples").get("rows"))
     }
@@ -324,7 +320,7 @@ def _samples(story: Story) -> list[dict[str, Any]]:
 
 
 def compared(written: str, truth: str) -> tuple[str, list[tuple[bool, str]]]:
-    """Return whether a prediction is right, as a word, and its parts, each with whether it differs from the
+    """Return whether a prediction is right, as a word, and its parts, with whether they differ from the
     reference."""
     is_right = written.strip() == truth.strip()
     verdict = ("right" if is_right else "differs") if truth else ""
@@ -404,7 +400,7 @@ def _numbers(counts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _data(story: Story) -> tuple[Markup, list[tuple[Any, ...]]]:
-    """Return the histogram of the rows' lengths, and a row for each data set."""
+    """Return the histogram of the rows' lengths, and one row per data set."""
     counts = story.last("data")
     lengths = _dict(counts.get("lengths"))
     bins, width = lengths.get("counts"), lengths.get("width")
@@ -415,10 +411,10 @@ def _data(story: Story) -> tuple[Markup, list[tuple[Any, ...]]]:
         (
             item.get("path"),
             "held out" if key == "eval_datasets" else item.get("fraction"),
-            *(found.get(name) for name in ("num_rows", "num_taken", "num_bad")),
+            *(data.get(name) for name in ("num_rows", "num_taken", "num_bad")),
         )
         for key in ("datasets", "eval_datasets")
-        for item, found in zip(_dicts(story.shown["spec"].get(key)), _dicts(counts.get(key)), strict=False)
+        for item, data in zip(_dicts(story.shown["spec"].get(key)), _dicts(counts.get(key)), strict=False)
     ]
 
 
@@ -529,7 +525,7 @@ def write(
     ahead: Container[int] = (),
 ) -> int:
     """Write the reports of these jobs, and the index. Returns how many failed to be written and may succeed another
-    time; each is reported on stderr. `queue`: the first queued jobs in the order in which they start; `ahead`: those
+    time; they are reported on stderr. `queue`: the first queued jobs in the order in which they start; `ahead`: those
     whose workers wait for their turns.
 
     The index names all users' jobs: if they are not shared, only honed and the administrators' group may read it.

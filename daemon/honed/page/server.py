@@ -38,9 +38,9 @@ from honed.page.session import Link, Session
 from honed.page.source import Source
 from honed.spec import config
 from honed.spec.config import Config
+from honed.system import argument, loopback, python, secret
 from honed.system import layout as layouts
 from honed.system import log as logs
-from honed.system import loopback, python, secret
 from honed.system.control import credentials
 from honed.system.error import EnvironmentInvalidError, HonedError, SpecError
 from honed.system.layout import Layout
@@ -51,7 +51,7 @@ log = logging.getLogger("honed.page.server")
 #: Seconds for the head of a request, from the start of the connection; over TCP, where everybody can connect, half as
 #: many; a reader has twice as many to take something. Seconds that an idle connection is kept.
 PATIENCE_SEC, KEEP_ALIVE_SEC = 10.0, 15
-#: Seconds that a refused client has to read so: if its connection were closed at once, it might be told of a reset.
+#: Seconds that a refused client has to read so: if its connection were closed at once, it might see a reset.
 LEAVING_SEC = 1.0
 #: Connections that the kernel keeps for us; and that we take of a socket at a time, at most. asyncio reads from one in
 #: the second round after its own, so that when fewer than half of the places of new connections come in a round, one
@@ -270,11 +270,11 @@ def passed_sockets() -> list[socket.socket]:
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
         return []
     number = int(os.environ.get("LISTEN_FDS", "0"))
-    found = []
+    sockets = []
     for fd in range(FIRST_FD, FIRST_FD + number):
         os.set_inheritable(fd, False)
-        found.append(socket.socket(fileno=fd))
-    return found
+        sockets.append(socket.socket(fileno=fd))
+    return sockets
 
 
 def listen(address: str) -> socket.socket:
@@ -377,9 +377,9 @@ def serve(
     idle_sec: float = IDLE_SEC,
     begun: Callable[[Link | None], bool] = lambda _: True,
 ) -> int:
-    """Serve until told to stop. Returns the exit status. `begun` is given the link to the owner's session, None without
+    """Serve until a signal. Returns the exit status. `begun` is given the link to the owner's session, None without
     one, once connections are taken; if it returns False, that was all."""
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else each invalid request would be a line
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # else every invalid request would be a line
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     loaded = config.load(layout)
     sockets = passed_sockets()
@@ -436,16 +436,16 @@ def serve(
     return 0
 
 
-def _session(layout: Layout, found: Rules, sockets: Sequence[socket.socket]) -> Session | None:
+def _session(layout: Layout, rules: Rules, sockets: Sequence[socket.socket]) -> Session | None:
     """Begin the session of the instance's owner, if only this machine can connect and one of the sockets is TCP's."""
-    local = [] if found.needs_token else [item for item in sockets if item.family != socket.AF_UNIX]
+    local = [] if rules.needs_token else [item for item in sockets if item.family != socket.AF_UNIX]
     return sessions.begin(layout, shown_address(local[0])) if local else None
 
 
-def _warn(found: Rules) -> None:
-    if found.needs_token:
+def _warn(rules: Rules) -> None:
+    if rules.needs_token:
         log.warning("the token and all responses are sent unencrypted: use a proxy with TLS")
-    elif found.token is None and not found.policy.share_results:
+    elif rules.token is None and not rules.policy.share_results:
         log.info(
             "without a token, and with policy.share_results off: over TCP only the number, state and progress of "
             "jobs are shown"
@@ -466,12 +466,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="honed-web", description="Serve honed's jobs as web pages and a read-only API.")
-    made.add_argument(
-        "--root",
-        type=Path,
-        default=layouts.default_root(),
-        help="root directory of the instance (default: $HONED_ROOT or /)",
-    )
+    argument.add_root(made)
     made.add_argument("--user", action="store_true", help="your per-user instance, in the XDG directories")
     made.add_argument(
         "--listen", metavar="ADDRESS", help="HOST:PORT or path of a unix socket to listen on (default: web.listen)"
@@ -491,8 +486,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="SEC",
         help="if started by systemd, exit after SEC seconds without connections (default: %(default)s)",
     )
-    made.add_argument("--verbose", action="store_true", help="log debug messages")
-    made.add_argument("--version", action="version", version=f"honed-web {__version__}")
+    argument.add_verbose(made)
+    argument.add_version(made)
     return made
 
 

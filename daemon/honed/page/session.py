@@ -5,7 +5,7 @@ run/honed/web.json          the address of the honed-web that serves the instanc
 run/honed/web-open.html     a page that leads to the link, mode 0600: a browser is given this page's address, since
                             every user of the machine can read a command line
 
-Only `--root` and `--user` instances have sessions. The token is new with each honed-web; the cookie is derived from it,
+Only `--root` and `--user` instances have sessions. Every honed-web has a new token; the cookie is derived from it,
 so it ends with honed-web, too. Both count only from a process of the instance's owner, or of root.
 """
 
@@ -136,8 +136,8 @@ def find(layout: Layout) -> Link | None:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return None  # nobody has locked it
-        found = json.loads(os.pread(fd, MAX_BYTES, 0))
-        return Link(str(found["address"]), str(found["token"]))
+        record = json.loads(os.pread(fd, MAX_BYTES, 0))
+        return Link(str(record["address"]), str(record["token"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     finally:

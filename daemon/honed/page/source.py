@@ -1,9 +1,9 @@
 """The data that honed-web reads: the spool's entries, pages of database rows, and whether honed is up. It writes
 nothing.
 
-Spool      entries, each read again only if its file has changed
+Spool      entries, read again only if its file has changed
 query      the formats of `--json`, and the rights to read jobs
-pages      a limited number of metrics or predictions: a cursor is a place in the order of an index, so that the last
+pages      a limited number of metrics or predictions: a cursor is a position in the order of an index, so that the last
            page costs as much as the first
 """
 
@@ -43,7 +43,7 @@ MAX_PAGE_BYTES = 1024 * 1024
 #: jobs and many watchers, lists take a tenth of one core.
 LIST_SEC = 1.0
 REST = 10
-#: Lists that are kept, one for each asker.
+#: Lists that are kept, one per asker.
 MAX_LISTS = 32
 #: Seconds that honed has for an answer.
 CONTROL_SEC = 3.0
@@ -80,11 +80,11 @@ class Entries(Spool):
                         before = stamp, read_entry(path, state)
                     known[path] = before
         self._known = known
-        found: dict[int, Job] = {}
+        jobs: dict[int, Job] = {}
         for _, job in known.values():
-            if job is not None and (job.id not in found or job.revision > found[job.id].revision):
-                found[job.id] = job
-        return dict(sorted(found.items()))
+            if job is not None and (job.id not in jobs or job.revision > jobs[job.id].revision):
+                jobs[job.id] = job
+        return dict(sorted(jobs.items()))
 
 
 class Kept(Generic[T]):
@@ -105,7 +105,7 @@ class Kept(Generic[T]):
 
 
 def _stamped(directory: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
-    """Yield the entries of a directory, each with a stamp that changes when it is rewritten."""
+    """Yield the entries of a directory, with a stamp that changes when it is rewritten."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.endswith(".json") and entry.name.removesuffix(".json").isdecimal():
@@ -207,16 +207,16 @@ class Source:
 
     def _in_order(self, rows: list[Row]) -> list[Row]:
         """Return the rows with the queue in honed's order, as far as it was asked for; the files do not have it."""
-        places = {number: place for place, number in enumerate(self._reasons.get() or ())}
+        positions = {number: position for position, number in enumerate(self._reasons.get() or ())}
         queued = [row for row in rows if row["state"] == State.QUEUED]
-        queued.sort(key=lambda row: places.get(row["id"], len(places)))
+        queued.sort(key=lambda row: positions.get(row["id"], len(positions)))
         following = iter(queued)
         return [next(following) if row["state"] == State.QUEUED else row for row in rows]
 
     def jobs(self, asker: Asker, *, state: str | None, limit: int, cursor: str | None) -> Page:
         """Return a page of jobs, newest first."""
-        before = _place(cursor, int)[0] if cursor else None
-        found = sorted(
+        before = _position(cursor, int)[0] if cursor else None
+        jobs = sorted(
             (
                 row
                 for row in self.rows(asker)
@@ -224,7 +224,7 @@ class Source:
             ),
             key=lambda row: -row["id"],
         )
-        return Page(found[:limit], _cursor(found[limit - 1]["id"]) if len(found) > limit else None)
+        return Page(jobs[:limit], _cursor(jobs[limit - 1]["id"]) if len(jobs) > limit else None)
 
     def _explain(self, row: Row, asker: Asker) -> None:
         """Add to a row why its job waits: while honed is up, the files do not have that for queued jobs."""
@@ -240,7 +240,7 @@ class Source:
             rows: list[Row] = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask(
                 "list", states=[State.QUEUED.value], limit=MAX_REASONS
             )
-            # The detail of a retry counts seconds: each change would be an event for all watchers.
+            # The detail of a retry counts seconds: every change would be an event for all watchers.
             return {
                 row["id"]: {**why, "detail": ""} if why["reason"] == "retry" else why
                 for row in rows
@@ -272,24 +272,26 @@ class Source:
         self._explain(shown, asker)
         return shown
 
-    # -- what a job told ----------------------------------------------------------------------------------------------
+    # -- events of a job -----------------------------------------------------------------------------------------------
 
     def metrics(self, job_id: int, asker: Asker, *, name: str | None, limit: int, cursor: str | None) -> Page:
         """Return a page of logged metrics, ordered by name and step; repeated steps included."""
         self.job(job_id, asker)
         keys = ("attempt", "step", "epoch", "name", "value", "created_at")
         columns = f"rowid, {', '.join(keys)}"
-        begin, *place = _place(cursor, str, int, int) if cursor is not None else (name or "", *keyset.FIRST)
+        begin, *position = _position(cursor, str, int, int) if cursor is not None else (name or "", *keyset.FIRST)
         others = f"SELECT {columns} FROM metrics WHERE job_id = ? AND name > ? ORDER BY name, step, rowid LIMIT ?"
         with self.database() as db:
             rows = (
-                db.execute(keyset.after(columns), (job_id, name or begin, *place, limit + 1)).fetchall() if db else []
+                db.execute(keyset.after(columns), (job_id, name or begin, *position, limit + 1)).fetchall()
+                if db
+                else []
             )
             if db and name is None and len(rows) <= limit:
                 rows += db.execute(others, (job_id, begin, limit + 1 - len(rows))).fetchall()
-        found = [dict(zip(keys, row[1:], strict=True)) for row in rows[:limit]]
+        metrics = [dict(zip(keys, row[1:], strict=True)) for row in rows[:limit]]
         last = rows[limit - 1] if len(rows) > limit else None
-        return Page(found, _cursor(last[4], last[2], last[0]) if last else None)
+        return Page(metrics, _cursor(last[4], last[2], last[0]) if last else None)
 
     def predictions(
         self, job_id: int, asker: Asker, *, step: int | None, sample_index: int | None, limit: int, cursor: str | None
@@ -305,20 +307,20 @@ class Source:
                 arguments.append(value)
         if cursor is not None:
             where.append("(step, sample_index) > (?, ?)")
-            arguments += _place(cursor, int, int)
+            arguments += _position(cursor, int, int)
         sql = (
             f"SELECT {', '.join(keys)} FROM training_predictions WHERE {' AND '.join(where)}"
             " ORDER BY step, sample_index LIMIT ?"
         )
-        found: list[dict[str, Any]] = []
+        predictions: list[dict[str, Any]] = []
         num_bytes = 0
         with self.database() as db:
             for row in db.execute(sql, (*arguments, limit + 1)) if db else ():
                 num_bytes += sum(len(item) for item in row if isinstance(item, str))
-                if found and (len(found) == limit or num_bytes > MAX_PAGE_BYTES):
-                    return Page(found, _cursor(found[-1]["step"], found[-1]["sample_index"]))
-                found.append(dict(zip(keys, row, strict=True)))
-        return Page(found, None)
+                if predictions and (len(predictions) == limit or num_bytes > MAX_PAGE_BYTES):
+                    return Page(predictions, _cursor(predictions[-1]["step"], predictions[-1]["sample_index"]))
+                predictions.append(dict(zip(keys, row, strict=True)))
+        return Page(predictions, None)
 
     def state(self, job_id: int, asker: Asker) -> StateRow:
         """Return the changing data of a job: its row, its stage, its last eval_loss, and the last step with
@@ -359,8 +361,10 @@ class Source:
     def health(self) -> Health:
         """Return whether honed answers on its socket, and whether its database can be read."""
         try:
-            told: Status = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("status")
-            daemon = DaemonHealth(is_up=True, version=told.get("version"), is_paused=told.get("is_paused"), detail=None)
+            status: Status = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("status")
+            daemon = DaemonHealth(
+                is_up=True, version=status.get("version"), is_paused=status.get("is_paused"), detail=None
+            )
         except (HonedError, ValueError) as error:
             daemon = DaemonHealth(is_up=False, version=None, is_paused=None, detail=str(error))
         try:
@@ -376,27 +380,27 @@ class Source:
     def telemetry(self) -> Telemetry | None:
         """Return what honed tells of itself and of the GPUs; None if it does not answer."""
         try:
-            told: Telemetry = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("metrics")
+            telemetry: Telemetry = Client(self.layout.control_path, timeout_sec=CONTROL_SEC).ask("metrics")
         except (HonedError, ValueError):
             return None
-        return told
+        return telemetry
 
     def waiting(self) -> dict[str, int]:
         """Return how many of the queue's first jobs wait, by reason; empty if honed does not answer."""
         return Counter(why["reason"] for why in (self._reasons.get() or {}).values())
 
     def running(self, job_ids: list[int]) -> dict[int, RunningRow]:
-        """Return the progress of each of these jobs, with its number of training tokens, and the number trained on at
+        """Return the progress of these jobs, with its number of training tokens, and the number trained on at
         its last evaluation; None where the job has not reported them."""
-        found: dict[int, RunningRow] = {}
+        running: dict[int, RunningRow] = {}
         with self.database() as db:
             for job_id in job_ids if db else ():
-                found[job_id] = {
+                running[job_id] = {
                     **_progress(db, job_id),
                     "num_tokens": _last_event(db, job_id, "data").get("num_tokens"),
                     "num_trained": _last_metric(db, job_id, "eval_num_tokens"),
                 }
-        return found
+        return running
 
 
 def _one(db: sqlite3.Connection | None, sql: str, *arguments: Any) -> Any:
@@ -410,8 +414,8 @@ def _progress(db: sqlite3.Connection | None, job_id: int) -> Progress:
 
 def _last_event(db: sqlite3.Connection | None, job_id: int, kind: str) -> dict[str, Any]:
     sql = "SELECT data FROM events WHERE job_id = ? AND kind = ? ORDER BY rowid DESC LIMIT 1"
-    found: dict[str, Any] = json.loads(_one(db, sql, job_id, kind) or "{}")
-    return found
+    event: dict[str, Any] = json.loads(_one(db, sql, job_id, kind) or "{}")
+    return event
 
 
 def _last_metric(db: sqlite3.Connection | None, job_id: int, name: str) -> float | None:
@@ -420,19 +424,18 @@ def _last_metric(db: sqlite3.Connection | None, job_id: int, name: str) -> float
     return value
 
 
-def _cursor(*place: str | int) -> str:
-    """Encode a place in an order as one URL-safe word."""
-    return base64.urlsafe_b64encode(json.dumps(place).encode()).decode().rstrip("=")
+def _cursor(*position: str | int) -> str:
+    return base64.urlsafe_b64encode(json.dumps(position).encode()).decode().rstrip("=")
 
 
-def _place(cursor: str, *kinds: type) -> list[Any]:
+def _position(cursor: str, *kinds: type) -> list[Any]:
     """Decode a cursor. Raises UsageError for one that `_cursor` has not made."""
     try:
-        place = json.loads(base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True))
-        is_ours = isinstance(place, list) and [type(item) for item in place] == list(kinds)
-        is_ours = is_ours and all(abs(item) < 2**63 for item in place if isinstance(item, int))
+        position = json.loads(base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True))
+        is_ours = isinstance(position, list) and [type(item) for item in position] == list(kinds)
+        is_ours = is_ours and all(abs(item) < 2**63 for item in position if isinstance(item, int))
     except (ValueError, RecursionError):
         is_ours = False
     if not is_ours:
         raise UsageError("cursor: not a valid value", hint="follow the URL in `next`")
-    return list(place)
+    return list(position)

@@ -1,8 +1,8 @@
 """What a job's report and the comparison of jobs read, within a limited memory however much the job has reported.
 
-curves        each metric: all of its values, or a sample of very many (see Curve)
-examples      the first held-out examples, each with some of its predictions
-events        of each kind the newest ones
+curves        the metrics: all of its values, or a sample of very many (see Curve)
+examples      the first held-out examples, with some of its predictions
+events        of every kind the newest ones
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Point(NamedTuple):
 @dataclass
 class Curve:
     """The course of a metric, by step; of a repeated step, the last value. Of more values than `most`, it keeps the
-    lowest and the highest of each of many equal stretches, the first and the last."""
+    lowest and the highest of many equal stretches, the first and the last."""
 
     most: int
     num: int = 0  #: all values, of which `points` may be a sample
     _size: int = 1  # values of a stretch
     _ends: list[Point] = field(default_factory=list)  # the first value, and the last
-    _stretches: list[tuple[Point, Point]] = field(default_factory=list)  # of each the lowest and the highest
+    _stretches: list[tuple[Point, Point]] = field(default_factory=list)  # the lowest and the highest
 
     def add(self, point: Point) -> None:
         """Add the next value."""
@@ -98,7 +98,7 @@ class Story:
     curves: dict[str, Curve]  #: by metric, in the order of their first steps
     examples: list[Example]
     num_examples: int  #: of all
-    events: list[dict[str, Any]]  #: the newest ones of each kind
+    events: list[dict[str, Any]]  #: the newest ones of every kind
     num_events: int  #: of all but those in ELSEWHERE
     spec_text: str
     database_path: Path
@@ -138,8 +138,8 @@ def _curves(path: Path, job_id: int) -> dict[str, Curve]:
     names = list(itertools.islice(all_names, MAX_CURVES))
     share = MAX_ALL_STRETCHES // (len(names) - len(STEP_METRICS)) // 2 * 2  # two of them become one
     most = {name: MAX_STRETCHES if name in STEP_METRICS else min(MAX_EVALUATIONS, share) for name in names}
-    found = {name: curve for name in names if (curve := _curve(path, job_id, name, most[name])).num}
-    return dict(sorted(found.items(), key=lambda item: item[1].points[0].step))
+    curves = {name: curve for name in names if (curve := _curve(path, job_id, name, most[name])).num}
+    return dict(sorted(curves.items(), key=lambda item: item[1].points[0].step))
 
 
 def _curve(path: Path, job_id: int, name: str, most: int) -> Curve:
@@ -157,6 +157,5 @@ def _last_of_each_step(rows: Iterable[tuple[int, float | None, str]]) -> Iterato
 
 
 def _read(path: PersonPath) -> str:
-    """Return the beginning of a text. Raises OSError."""
     with os.fdopen(untrusted.open_plain(path), "rb") as file:
         return file.read(MAX_SPEC_BYTES).decode(errors="replace")

@@ -1,1 +1,4 @@
-"""Precision, memory and backend of one job, with the reasons."""
+"""Precision, memory and backend of one job, with the reasons.
+
+Where is the memory of a job estimated?     plan/memory.py, activations in plan/activation.py
+"""

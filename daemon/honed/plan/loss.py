@@ -110,7 +110,6 @@ def check(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> N
 
 
 def _adapter_config(spec: JobSpec) -> dict[str, Any] | None:
-    """Return adapter_config.json of the adapter that the job continues from, if any."""
     if spec.adapter is None:
         return None
     found = json.loads((Path(spec.adapter) / "adapter_config.json").read_bytes())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -150,7 +150,7 @@ COMPARED_ROWS, COMPARED_TOKENS = 2, 64
 MAX_COMPARED_BYTES = 2**31
 
 
-def comparison_bytes(models_bytes: int, config: dict[str, Any], num_tokens: int) -> int:
+def comparison_bytes(models_bytes: int, config: Mapping[str, Any], num_tokens: int) -> int:
     """Return the memory in which models of so many bytes are loaded and compute the logits of some tokens."""
     widths = parameter.sizes(config)
     width = 2**19 if widths is None else widths.vocabulary + 8 * widths.hidden

@@ -140,7 +140,6 @@ def leak(model_type: str, config: Mapping[str, Any]) -> str | None:
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the config, and those of the language models in it."""
     yield config
     for key in ("thinker_config", "text_config", "llm_config"):
         if isinstance(inner := config.get(key), dict):

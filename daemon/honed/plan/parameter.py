@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -172,7 +172,7 @@ def parameters(model: BaseModelInfo) -> tuple[Parameter, ...]:
     return tuple(replace(item, name=translated(item.name)) for item in found)
 
 
-def _looks_ahead(name: str, config: dict[str, Any]) -> bool:
+def _looks_ahead(name: str, config: Mapping[str, Any]) -> bool:
     if _AHEAD.search(name):
         return True
     match, widths = _NUMBERED.search(name), sizes(config)
@@ -286,7 +286,7 @@ class Sizes:
     mlp: int  #: width, summed over the experts that see one token
 
 
-def sizes(config: dict[str, Any]) -> Sizes | None:
+def sizes(config: Mapping[str, Any]) -> Sizes | None:
     """Return the widths that a config gives, under any family's names; None where some are missing."""
     for inner in ("thinker_config", "text_config"):
         config = nested if isinstance(nested := config.get(inner), dict) else config

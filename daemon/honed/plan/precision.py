@@ -307,7 +307,6 @@ def _load_dtype(
 
 
 def _without_bfloat16(model: BaseModelInfo, device: Device, stored: str) -> _Choice:
-    """Choose the dtype of a frozen base on a device without bfloat16."""
     why = f"stored in {stored}; {_device_words(device)} does not support bfloat16"
     if overflows_float16(model):
         return _Choice("float32", f"{why}, and {model.model_type} is known to overflow in float16")
@@ -456,7 +455,6 @@ def _full_autocast(spec: JobSpec, model: BaseModelInfo, device: Device) -> _Choi
 
 
 def _no_float16(spec: JobSpec, why: str) -> str:
-    """Return a warning where a job asks for float16 and is not computed in it; else an empty string."""
     return f"dtype: float16: {why}" if spec.dtype == "float16" else ""
 
 

@@ -173,7 +173,6 @@ def _smaller_batch(spec: JobSpec, _device: Device) -> Iterator[Change]:
 
 
 def _shorter(spec: JobSpec, _device: Device) -> Iterator[Change]:
-    """Yield halved lengths until one is at most 256 tokens."""
     length = spec.training.max_length or 2 * UNCUT_LENGTH
     while length > 256:
         length //= 2
@@ -181,14 +180,12 @@ def _shorter(spec: JobSpec, _device: Device) -> Iterator[Change]:
 
 
 def _fewer_frames(number: int, spec: JobSpec, _device: Device) -> Iterator[Change]:
-    """Yield smaller numbers of frames per video, the largest first."""
     for fewer in (number * 3 // 4, number // 2, number // 4):
         if 2 <= fewer < number:
             yield f"media: {{num_frames: {fewer}}}", _changed_media(spec, num_frames=fewer)
 
 
 def _smaller_images(spec: JobSpec, _device: Device) -> Iterator[Change]:
-    """Yield smaller limits of the longest edge, in the usual steps."""
     for edge in (1024, 768, 512, 384, 256):
         if spec.media.max_image_size is None or edge < spec.media.max_image_size:
             yield f"media: {{max_image_size: {edge}}}", _changed_media(spec, max_image_size=edge)
@@ -199,7 +196,6 @@ def _changed_media(spec: JobSpec, **media: Any) -> JobSpec:
 
 
 def _divided(num_devices: int, spec: JobSpec, device: Device) -> Iterator[Change]:
-    """Yield divisions of the model between more and more GPUs."""
     if device.kind != "cuda":
         return
     for number in range(max(2, spec.resources.gpus), num_devices + 1):

@@ -32,35 +32,35 @@ COMMAND_SEC, START_SEC, JOB_SEC = 15, 10, 40
 MAX_SKEW_SEC = 5.0
 #: Nodes on which the tiny job runs, if so many are free.
 MAX_NODES = 4
-#: What the tiny job does on each node, in a directory of the instance, whose lock we hold.
+#: What the tiny job does on every node, in a directory of the instance, whose lock we hold.
 _PROBE = """
 import fcntl, json, os, subprocess, sys, time
-place, node = sys.argv[1], os.environ["SLURMD_NODENAME"]
-told = {"node": node, "now": time.time(), "user": os.geteuid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
-with open(f"{place}/{node}.new", "w") as file: file.write(node)
-os.rename(f"{place}/{node}.new", f"{place}/{node}.old")
-os.link(f"{place}/{node}.old", f"{place}/{node}.link")
+directory, node = sys.argv[1], os.environ["SLURMD_NODENAME"]
+facts = {"node": node, "now": time.time(), "user": os.geteuid(), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "")}
+with open(f"{directory}/{node}.new", "w") as file: file.write(node)
+os.rename(f"{directory}/{node}.new", f"{directory}/{node}.old")
+os.link(f"{directory}/{node}.old", f"{directory}/{node}.link")
 for number in range(20):
-    fd = os.open(f"{place}/{node}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    fd = os.open(f"{directory}/{node}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.write(fd, f"{number}\\n".encode())
     os.close(fd)
-with open(place + "/lock", "r+") as file:
+with open(directory + "/lock", "r+") as file:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        told["lock"] = False
+        facts["lock"] = False
     except BlockingIOError:
-        told["lock"] = True
+        facts["lock"] = True
 try:
     ask = ["nvidia-smi", "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"]
-    told["gpu"] = subprocess.run(ask, capture_output=True, text=True, timeout=10).stdout.split("\\n")[0]
+    facts["gpu"] = subprocess.run(ask, capture_output=True, text=True, timeout=10).stdout.split("\\n")[0]
 except OSError:
-    told["gpu"] = ""
-print(json.dumps(told))
+    facts["gpu"] = ""
+print(json.dumps(facts))
 """
 
 
 def findings(layout: Layout, config: Config) -> Iterator[tuple[Status, str, str]]:
-    """Yield status, detail and hint of each check."""
+    """Yield status, detail and hint of every check."""
     if problem := why_none(layout):
         yield "error", problem, "see docs/cluster.md"
         return
@@ -84,7 +84,7 @@ def findings(layout: Layout, config: Config) -> Iterator[tuple[Status, str, str]
 
 
 def _try_profiles(slurm: SlurmConfig) -> Iterator[tuple[Status, str, str]]:
-    """Yield what Slurm says to a job of each profile that it would refuse, or not answer."""
+    """Yield what Slurm says to a job of every profile that it would refuse, or not answer."""
     for name in (None, *slurm.profiles):
         num_gpus = int(slurm.profile(name).gpu_bytes > 0)
         if words := slurm_request.try_out(Request(num_gpus=num_gpus, profile=name), slurm):
@@ -99,7 +99,7 @@ def _prove(place_dir: Path, slurm: SlurmConfig) -> tuple[Status, str, str]:
     own += [f"--immediate={START_SEC}", *["--gpus-per-node=1"] * (slurm.gpu_bytes > 0), *slurm.as_options()]
     try:
         with tempfile.TemporaryDirectory(dir=place_dir, prefix=".doctor-") as made, _held(Path(made)):
-            place = Path(made)
+            directory = Path(made)
             began = time.time()
             done = _run(["srun", *own, *python.bare_code(_PROBE, made)], JOB_SEC)
             took_sec = time.time() - began
@@ -108,44 +108,43 @@ def _prove(place_dir: Path, slurm: SlurmConfig) -> tuple[Status, str, str]:
                     return "warning", f"no node was free for a tiny job within {START_SEC} s: not proved", "try later"
                 hint = "honed, its directory and Python must have the same paths on every node"
                 return "error", f"a tiny job fails on a node: {done}", hint
-            told = [json.loads(line) for line in done.stdout.splitlines()]
-            nodes = ", ".join(sorted(str(item["node"]) for item in told))
-            if fault := _fault(place, told):
+            answers = [json.loads(line) for line in done.stdout.splitlines()]
+            nodes = ", ".join(sorted(str(item["node"]) for item in answers))
+            if fault := _fault(directory, answers):
                 return "error", f"{fault[0]} ({nodes})", fault[1]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return "error", f"a tiny job cannot be tried: {error}", ""
-    if late := [item for item in told if not began - MAX_SKEW_SEC <= item["now"] <= began + took_sec + MAX_SKEW_SEC]:
+    if late := [item for item in answers if not began - MAX_SKEW_SEC <= item["now"] <= began + took_sec + MAX_SKEW_SEC]:
         return "warning", f"the clock of {late[0]['node']} differs by {late[0]['now'] - began:.0f} s", "use NTP"
-    if slurm.gpu_bytes and (warning := _gpu_fault(slurm, told)):
+    if slurm.gpu_bytes and (warning := _gpu_fault(slurm, answers)):
         return warning
     return "ok", f"the same path, renames, links, appends, locks and time on {nodes}", ""
 
 
 def _num_idle(slurm: SlurmConfig) -> int:
-    """Return on how many nodes a tiny job can start at once, at least one."""
     partition = [f"--partition={slurm.partition}"] if slurm.partition else []
     done = _run(["sinfo", "--noheader", "--states=idle", "--Node", "--format=%N", *partition], COMMAND_SEC)
     names = set() if isinstance(done, str) else set(done.stdout.split())
     return max(1, min(MAX_NODES, len(names)))
 
 
-def _fault(place: Path, told: list[dict[str, Any]]) -> tuple[str, str] | None:
+def _fault(directory: Path, answers: list[dict[str, Any]]) -> tuple[str, str] | None:
     """Return what the shared file system does not do, and what to do about it."""
-    if any(not item["lock"] for item in told):
+    if any(not item["lock"] for item in answers):
         return "a lock that is held here is not seen on a node", "use a file system with locks"
     lines = [str(number) for number in range(20)]
-    if any((place / f"{item['node']}.log").read_text().splitlines() != lines for item in told):
+    if any((directory / f"{item['node']}.log").read_text().splitlines() != lines for item in answers):
         return "lines that a node has appended to a file are lost", "use a file system with O_APPEND"
-    if any((place / f"{item['node']}.link").read_text() != item["node"] for item in told):
+    if any((directory / f"{item['node']}.link").read_text() != item["node"] for item in answers):
         return "what a node has written is not seen here", "use one shared file system"
-    if any(item["user"] != os.geteuid() for item in told):
+    if any(item["user"] != os.geteuid() for item in answers):
         return "a job runs as another user than this instance", "give users the same numbers on all machines"
     return None
 
 
-def _gpu_fault(slurm: SlurmConfig, told: list[dict[str, Any]]) -> tuple[Status, str, str] | None:
+def _gpu_fault(slurm: SlurmConfig, answers: list[dict[str, Any]]) -> tuple[Status, str, str] | None:
     """Return a difference between the GPUs that jobs get and those that they are planned for."""
-    for item in told:
+    for item in answers:
         if not item["gpus"]:
             return (
                 "error",
@@ -164,9 +163,9 @@ def _gpu_fault(slurm: SlurmConfig, told: list[dict[str, Any]]) -> tuple[Status, 
 
 
 @contextlib.contextmanager
-def _held(place: Path) -> Iterator[None]:
+def _held(directory: Path) -> Iterator[None]:
     """Hold a lock for a while."""
-    with (place / "lock").open("w") as file:
+    with (directory / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

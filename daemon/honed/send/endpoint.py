@@ -125,13 +125,11 @@ def _retry_after(value: str | None) -> float:
 
 
 def _read_token(reporting: ReportingConfig) -> str | None:
-    """Return the bearer token. Raises EnvironmentInvalidError."""
     path = _token_path(reporting)
     return secret.read(path, "token") if path is not None else None
 
 
 def _token_path(reporting: ReportingConfig) -> Path | None:
-    """Return the path of systemd's credential, or of the file that the configuration names."""
     return secret.credential(*CREDENTIALS) or (Path(reporting.token_file) if reporting.token_file else None)
 
 

@@ -223,7 +223,6 @@ class Notices:
 
 
 def _own(config: NotifyConfig) -> list[dict[str, str]]:
-    """Return the administrator's receivers."""
     hooks = [{"webhook": config.admin_webhook}] if config.admin_webhook is not None else []
     return [*hooks, *({"mail": address} for address in config.admin_mail)]
 

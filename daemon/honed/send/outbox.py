@@ -174,14 +174,13 @@ class Outbox:
         self._current = path
 
     def _tidy(self) -> None:
-        """Remove delivered files."""
         done = read_cursor(self.path).segment
         for number, path in segments(self.path).items():
             if number < done and path != self._current:
                 path.unlink(missing_ok=True)
 
 
-def _line(row: dict[str, object]) -> bytes:
+def _line(row: Mapping[str, object]) -> bytes:
     return json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n"
 
 

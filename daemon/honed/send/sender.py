@@ -16,7 +16,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from honed.send import endpoint, outbox
@@ -28,9 +27,9 @@ from honed.send.row_sender import RowSender
 from honed.send.wandb_sync import Syncer
 from honed.spec import config
 from honed.spec.config import ReportingConfig
+from honed.system import argument, python
 from honed.system import layout as layouts
 from honed.system import log as logs
-from honed.system import python
 from honed.system.error import EnvironmentInvalidError, HonedError
 from honed.system.layout import Layout
 from honed.system.notify import Notifier
@@ -143,17 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="honed-send", description="Send metrics, predictions and notices to the addresses in honed.toml."
     )
-    parser.add_argument(
-        "--root",
-        type=Path,
-        default=layouts.default_root(),
-        help="root directory of the instance (default: $HONED_ROOT or /)",
-    )
+    argument.add_root(parser)
     parser.add_argument(
         "--until-eof", action="store_true", help="exit at the end of standard input, after sending queued rows"
     )
     parser.add_argument("--again", action="store_true", help="retry rejected rows once, then exit")
-    parser.add_argument("--verbose", action="store_true", help="log debug messages")
+    argument.add_verbose(parser)
     options = parser.parse_args(arguments)
     logs.set_up(verbose=options.verbose, identifier="honed-send")
     sender = Sender(layouts.of(options.root), stdin=sys.stdin if options.until_eof else None)

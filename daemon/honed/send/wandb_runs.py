@@ -181,7 +181,6 @@ class Collector:
 
 
 def _runs_of(files: JobFiles) -> list[PersonPath]:
-    """Return the directories of a job's wandb runs; none if they cannot be listed."""
     with contextlib.suppress(OSError):
         directory = files.dir / "wandb"
         return [directory / name for name in sorted(untrusted.names_in(directory)) if _RUN.fullmatch(name)]

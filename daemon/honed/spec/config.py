@@ -626,7 +626,7 @@ def _read(path: Path, outdated: list[str]) -> dict[str, Any]:
     return data
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)

@@ -475,7 +475,6 @@ class _Json:
         return bisect.bisect_left(self._newlines, self._at) + 1
 
     def _peek(self) -> str:
-        """Return the next non-space character, or an empty string at the end."""
         self._at = _JSON_SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
         return self._text[self._at : self._at + 1]
 

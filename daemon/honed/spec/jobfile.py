@@ -39,7 +39,7 @@ def of(parsed: document.Document) -> JobSpec:
 
 
 def validate(
-    data: dict[str, Any],
+    data: Mapping[str, Any],
     lines: Mapping[KeyPath, int] | None = None,
     unread: Mapping[KeyPath, Problem] | None = None,
 ) -> JobSpec:
@@ -80,14 +80,14 @@ def validate(
 _SECRET = ("looks like a token or a key", "a job file must not contain secrets: revoke it where it was issued")
 
 
-def _secrets(data: dict[str, Any]) -> Iterator[KeyPath]:
+def _secrets(data: Mapping[str, Any]) -> Iterator[KeyPath]:
     """Yield the paths of values that look like secrets. Keys named like secrets are rejected anyway."""
     for path, text in texts(data):
         if synonym.SECRET_VALUES.search(text) and not synonym.SECRETS.fullmatch(str(path[-1]).lower()):
             yield path
 
 
-def _followed(data: dict[str, Any], problems: list[Problem], lines: Mapping[KeyPath, int]) -> list[Problem]:
+def _followed(data: Mapping[str, Any], problems: list[Problem], lines: Mapping[KeyPath, int]) -> list[Problem]:
     """Extend the problems by fixable ones that would only appear once the problems' fixes are applied."""
     fix = InvalidSpecError(problems).fix
     if not fix:
@@ -115,7 +115,7 @@ def _followed(data: dict[str, Any], problems: list[Problem], lines: Mapping[KeyP
     return problems
 
 
-def _mended(data: dict[str, Any], found: list[pydantic_errors.Refusal]) -> JobSpec | None:
+def _mended(data: Mapping[str, Any], found: list[pydantic_errors.Refusal]) -> JobSpec | None:
     try:
         return JobSpec.model_validate(pydantic_errors.without(data, found))
     except ValidationError:

@@ -185,7 +185,7 @@ def at(value: Any, path: KeyPath) -> Any:
     return value
 
 
-def _set(content: dict[str, Any], path: KeyPath, value: Any) -> None:
+def _set(content: Mapping[str, Any], path: KeyPath, value: Any) -> None:
     above: Any = content
     for part, below in itertools.pairwise(path):
         if not isinstance(inner := at(above, (part,)), list if isinstance(below, int) else dict):

@@ -463,7 +463,6 @@ def _section(path: KeyPath) -> str:
 
 
 def _normal(key: str) -> str:
-    """Normalise `learningRate`, `Learning-Rate`, `--learning_rate` to `learning_rate`."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key[:200])
     return re.sub(r"[-\s]+", "_", snake).lower().strip("_")
 
@@ -474,7 +473,6 @@ def _join(section: str, key: str) -> str:
 
 @functools.cache
 def _known(model: type[BaseModel]) -> dict[str, tuple[str, ...]]:
-    """Return every section with its keys; the top level has an empty name."""
     return dict(_sections(model, ""))
 
 

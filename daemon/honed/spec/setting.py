@@ -28,7 +28,7 @@ def lines_of(text: str) -> dict[KeyPath, int]:
     return lines
 
 
-def take_gone(data: dict[str, Any], text: str) -> list[Problem]:
+def take_gone(data: Mapping[str, Any], text: str) -> list[Problem]:
     """Remove the keys in `GONE`, and return a problem for each."""
     found = []
     for key, instead in GONE.items():

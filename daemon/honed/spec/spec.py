@@ -225,7 +225,6 @@ def _metric_names(value: Any) -> Any:
 
 
 def _job_ids(value: Any) -> Any:
-    """Convert job numbers to text; null is an empty list."""
     if value is None:
         return []
     if isinstance(value, list):

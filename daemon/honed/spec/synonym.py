@@ -181,7 +181,6 @@ def _dependencies(value: Any) -> Any:
 
 
 def _automatic(value: Any) -> Any:
-    """Convert OpenAI's `auto` to honed's default."""
     return None if value == "auto" else value
 
 
@@ -258,7 +257,6 @@ def _kind(asked: Asked) -> Advice:
 
 
 def _method(asked: Asked) -> Advice:
-    """Advise for OpenAI's `method: {type: supervised, supervised: {hyperparameters: …}}`."""
     kind = str(asked.value.get("type"))
     if kind != "supervised":
         return Advice(not_supported(kind) or f"honed has no {shown(kind)}: {_SFT_ALONE}")
@@ -608,7 +606,6 @@ def _column(ours: str, *usual: str) -> Synonym:
 
 
 def _sibling(data: Any, place: str, key: str) -> Any:
-    """Return the value of a key beside the given one; None if there is none."""
     for part in [*filter(None, place.split(".")), key]:
         if isinstance(data, list):
             data = data[int(part)] if part.isdecimal() and int(part) < len(data) else None

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class Client:
         return answer
 
 
-def _remote(data: dict[str, Any]) -> HonedError:
+def _remote(data: Mapping[str, Any]) -> HonedError:
     kind = {item.code: item for item in (UsageError, NotPermittedError)}.get(data.get("code", ""), HonedError)
     error = kind(
         data.get("message", ""), hint=data.get("hint", ""), fix=data.get("fix"), evidence=data.get("evidence", "")

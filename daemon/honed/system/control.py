@@ -387,7 +387,7 @@ class Server:
             connection.socket.close()
 
 
-def _line(answer: dict[str, object]) -> bytes:
+def _line(answer: Mapping[str, object]) -> bytes:
     return json.dumps(answer).encode() + b"\n"
 
 

@@ -6,8 +6,8 @@ import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,14 +44,6 @@ class Device:
         if self.kind == "cuda":
             return f"GPU {self.index if self.index is not None else self.uuid}"
         return "the CPU" if self.kind == "cpu" else "the GPU"
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Device:
-        capability = data.get("compute_capability")
-        return cls(**{**data, "compute_capability": tuple(capability) if capability else None})
 
 
 def probe(gpus: list[int] | None = None) -> list[Device]:

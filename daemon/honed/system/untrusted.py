@@ -298,7 +298,6 @@ def _look_up(place: int, name: str, path: PersonPath) -> int:
 
 
 def _opened(fd: int, flags: int) -> int:
-    """Open what was looked up."""
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 

@@ -76,6 +76,33 @@ class Encoded:
     )  #: for each image, video or sound: its text, and the label that people see
     omitted: tuple[Omission, ...] = field(default=(), compare=False)  #: parts of the row that the template leaves out
     mismatch: Mismatch | None = field(default=None, compare=False)  #: of its last turn's prompt with training
+    answers: tuple[Encoded, ...] = ()  #: of a row with several, each alone; the fields above have them end to end
+
+    @classmethod
+    def joined(cls, answers: Sequence[Encoded]) -> Encoded:
+        """Return the answers of one row as one sequence, which `answers` divides again."""
+        return cls(
+            [token for answer in answers for token in answer.input_ids],
+            [is_trained for answer in answers for is_trained in answer.trained],
+            tuple(turn for answer in answers for turn in answer.turns),
+            answers[0]._pieces,
+            omitted=tuple(dict.fromkeys(item for answer in answers for item in answer.omitted)),
+            mismatch=answers[0].mismatch,  # the prompt is that of all
+            answers=tuple(answers),
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest answer: a model sees one at a time."""
+        return max((len(answer.input_ids) for answer in self.answers), default=len(self.input_ids))
+
+    @property
+    def num_predicted(self) -> int:
+        """Tokens that are trained on; the first of a sequence is never predicted. 0 if that is so of any answer."""
+        if self.answers:
+            numbers = [answer.num_predicted for answer in self.answers]
+            return sum(numbers) if all(numbers) else 0
+        return sum(self.trained[1:])
 
     @property
     def labels(self) -> list[int]:
@@ -89,6 +116,8 @@ class Encoded:
 
     def segments(self) -> list[Segment]:
         """Return the row's text in pieces, trained and not, with an image's tokens as `[image 12×9 tokens]`."""
+        if self.answers:
+            return [piece for answer in self.answers for piece in answer.segments()]
         found, shown = list[Segment](), list(self._shown)
         for a, b, is_trained in runs_of(self.trained):
             text, at = self._pieces(a, b), 0
@@ -100,8 +129,10 @@ class Encoded:
 
     def truncate(self, max_length: int | None) -> Encoded:
         """Cut the row to its first `max_length` tokens, as trainers do. Raises MediaCutError if that cuts media."""
-        if max_length is None or len(self.input_ids) <= max_length:
+        if max_length is None or self.longest <= max_length:
             return self
+        if self.answers:
+            return self.joined([answer.truncate(max_length) for answer in self.answers])
         if max_length < self.media_end:
             raise MediaCutError(
                 f"its images, videos and sounds extend to token {self.media_end}, but it is truncated after "
@@ -167,6 +198,8 @@ class ChatFormat:
 
     def encode(self, example: Example) -> Encoded:
         """Encode the whole row, untruncated. Raises DatasetError for a row that the template refuses or hides."""
+        if example.others:
+            return Encoded.joined([self.encode(answer) for answer in example.answers])
         match example.kind:
             case "messages" if example.media:
                 rendered = self.rendered(example)
@@ -181,7 +214,7 @@ class ChatFormat:
                 return self._encode_plain(example.text, example, 0)
 
     def prompt(self, example: Example) -> tuple[str, list[int], str]:
-        """Return the prompt of a prediction as text and as token ids, and the ground truth."""
+        """Return the prompt of a prediction as text and as token ids, and the ground truth, the row's first answer."""
         match example.kind:
             case "messages" if example.media:
                 text, media, truth = self.asked(example)

@@ -2,6 +2,8 @@
 
     python -m honed.worker JOB_DIR ATTEMPT [--backend NAME]
 
+Where does another trainer go? Into a recipe, as worker/recipe/sft.py, over the mixin in worker/train/durable.py.
+
 It reads the job's plan.json and writes the rest of the job's directory. Nothing in this package imports transformers,
 trl or peft before the backend is chosen: Unsloth must be imported before them, and patches them for good.
 
@@ -9,7 +11,7 @@ trl or peft before the backend is chosen: Unsloth must be imported before them, 
     recipe/                 the stages of each kind of job, top to bottom
     assignment.py           the contents of plan.json
     pulse.py                signs of life, for honed and systemd
-    model/load.py           model and tokenizer, through transformers_backend.py or unsloth_backend.py
+    model/load.py           model and tokenizer, through model/transformers_backend.py or model/unsloth_backend.py
     model/audit.py          the loaded model compared with the plan
     model/cast.py           weights as they will be saved
     model/dtypes.py         the dtype of each tensor in an output

@@ -90,7 +90,7 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
         except MediaCutError as error:
             _tell(f"{where(example)}: {error.told}: the row is skipped")
             continue
-        if not any(cut.trained[1:]):  # as in training: the first token is never predicted
+        if not cut.num_predicted:  # as in training
             place = f"{job_spec.datasets[example.dataset_index].path}, row {example.row_index + 1}"
             _tell(f"{place}: nothing to train on in its first {max_length} tokens: the row is skipped")
             continue

@@ -18,7 +18,9 @@ import pyarrow.parquet
 import pytest
 
 from honed.check import preflight
+from honed.check.checklist import Asked
 from honed.daemon.arrivals.checker import Checker
+from honed.daemon.arrivals.line import Request
 from honed.run.helper import children
 from honed.run.reply import Passed
 from honed.spec import problem
@@ -208,7 +210,7 @@ def check(spec_path: Path) -> list[str]:
     """Return the warnings."""
     layout = Layout(spec_path.parent / "root")
     layout.jobs_dir.mkdir(parents=True, exist_ok=True)
-    return preflight.check(spec_path, layout=layout, config=Config(), device=CPU).warnings
+    return preflight.check(spec_path, Asked(layout, config=Config(), device=CPU)).warnings
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -268,7 +270,7 @@ def dropped(layout: Layout, paths: dict[int, Path]) -> dict[int, Any]:
     checker = Checker(children(layout), follow)
     try:
         for number, path in paths.items():
-            checker.submit(number, PersonPath.own(path), Config(), CPU)
+            checker.submit(Request(number, PersonPath.own(path), Config(), CPU))
         found: dict[int, Any] = {}
 
         def turn(_sec: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from honed.check import modelcheck, preflight
-from honed.check.checklist import Verdict
+from honed.check.checklist import Asked, Verdict
 from honed.inputs import basemodel
 from honed.spec.config import Config
 from honed.system import installed
@@ -39,7 +39,7 @@ class Desk:
         spec = {"base_model": str(self.path / "llama"), "lora": {"r": 4}, "datasets": [{"path": str(self.rows)}]}
         path = self.path / "job.json"
         path.write_text(json.dumps(spec | keys, indent=1))
-        return preflight.check(path, layout=self.layout, config=Config(), device=CPU)
+        return preflight.check(path, Asked(self.layout, config=Config(), device=CPU))
 
 
 @pytest.fixture

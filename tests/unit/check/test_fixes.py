@@ -12,6 +12,7 @@ import pytest
 
 import honed
 from honed.check import preflight
+from honed.check.checklist import Asked
 from honed.spec import jobfile, problem
 from honed.spec.config import Config
 from honed.spec.problem import InvalidSpecError
@@ -101,7 +102,7 @@ def check(tmp_path: Path, data: dict[str, Any]) -> list[str]:
     layout.jobs_dir.mkdir(parents=True, exist_ok=True)
     path = tmp_path / "job.json"
     path.write_text(json.dumps(data))
-    return preflight.check(path, layout=layout, config=Config(), device=CPU).warnings
+    return preflight.check(path, Asked(layout, config=Config(), device=CPU)).warnings
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import PIL.Image
 import pytest
 
 from honed.check import preflight
+from honed.check.checklist import Asked
 from honed.check.policy import Named, Policy, check_granted
 from honed.cli import stage
 from honed.job import staging
@@ -52,7 +53,7 @@ class Desk:
         return path
 
     def check(self, config: Config, **keys: Any) -> preflight.Verdict:
-        return preflight.check(self.write(**keys), layout=self.layout, config=config, device=CPU, job_id=7)
+        return preflight.check(self.write(**keys), Asked(self.layout, config=config, device=CPU, job_id=7))
 
     def refusal(self, config: Config, **keys: Any) -> HonedError:
         with pytest.raises(HonedError) as caught:
@@ -234,7 +235,7 @@ def test_staging_copies_what_is_closed_and_names_the_copies(desk: Desk) -> None:
     config = desk.allow(desk.path / "elsewhere")
     staged_file = stage.stage(desk.write(), desk.layout, config)
     assert [key for key, _, _ in staged_file.copies] == ["base_model", "datasets.0.path"]
-    verdict = preflight.check(staged_file.spec_path, layout=desk.layout, config=config, device=CPU)
+    verdict = preflight.check(staged_file.spec_path, Asked(desk.layout, config=config, device=CPU))
     assert verdict.plan is not None
     for place in (verdict.plan.model.path, Path(verdict.spec.datasets[0].path)):
         assert place.is_relative_to(desk.layout.staged_dir)

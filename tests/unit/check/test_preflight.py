@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from PIL import Image
 
 import gpus
 from honed.check import datacheck, placecheck, preflight
-from honed.check.checklist import Verdict
+from honed.check.checklist import Asked, Verdict
 from honed.daemon.arrivals.checker import Checker
+from honed.daemon.arrivals.line import Request
+from honed.job.plan_file import Earlier
 from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES, ChildHelper, children
 from honed.run.helper_slot import MAX_ANSWER_BYTES, START_TIMEOUT_SEC
@@ -68,7 +70,7 @@ class Desk:
 
     def check(self, config: Config | None = None, *, job_id: int | None = None, **keys: Any) -> Verdict:
         spec_path = self.write(**keys)
-        return preflight.check(spec_path, layout=self.layout, config=config or Config(), device=CPU, job_id=job_id)
+        return preflight.check(spec_path, Asked(self.layout, config=config or Config(), device=CPU, job_id=job_id))
 
     def edit_config(self, **keys: Any) -> None:
         path = self.model / "config.json"
@@ -135,7 +137,7 @@ def test_what_the_file_names_is_refused_with_key_and_line(desk: Desk, key: str, 
     path = desk.path / "job.yaml"
     path.write_text(BY_HAND.format(model=desk.model, rows=desk.rows, key=key, value=value))
     with pytest.raises(HonedError) as refused:
-        preflight.check(path, layout=desk.layout, config=Config(), device=CPU)
+        preflight.check(path, Asked(desk.layout, config=Config(), device=CPU))
     assert refused.value.message.startswith(begins)
     assert refused.value.hint
 
@@ -145,7 +147,7 @@ def test_an_empty_data_set_is_refused_with_its_line_and_what_to_do(desk: Desk) -
     path.write_text(BY_HAND.format(model=desk.model, rows=desk.rows, key="eval_split", value=0.5))
     desk.rows.write_text("")
     with pytest.raises(DatasetError) as refused:
-        preflight.check(path, layout=desk.layout, config=Config(), device=CPU)
+        preflight.check(path, Asked(desk.layout, config=Config(), device=CPU))
     assert refused.value.message.startswith(f"line 3: datasets.0: {desk.rows}: ")
     assert refused.value.hint
 
@@ -317,12 +319,12 @@ def test_pickled_weights_need_leave(desk: Desk) -> None:
 
 def test_another_jobs_model_is_checked_when_it_is_there(desk: Desk) -> None:
     spec_path = desk.write(base_model="job:stage1")
-    verdict = preflight.check(spec_path, layout=desk.layout, config=Config(), device=CPU)
+    verdict = preflight.check(spec_path, Asked(desk.layout, config=Config(), device=CPU))
     assert (verdict.plan, verdict.waits_for) == (None, {"base_model": "stage1"})
     assert any("job:stage1" in warning for warning in verdict.warnings)
     for directory in (desk.model, desk.model / "merged"):  # a checkpoint, or one that lies merged beside an adapter
         verdict = preflight.check(
-            spec_path, layout=desk.layout, config=Config(), device=CPU, jobs={"stage1": desk.model}
+            spec_path, Asked(desk.layout, config=Config(), device=CPU, earlier=Earlier({"stage1": desk.model}))
         )
         assert verdict.plan is not None
         assert verdict.plan.model.path == directory
@@ -500,9 +502,9 @@ def test_a_torch_without_cuda_is_told_before_the_gpu_is_waited_for(desk: Desk) -
         pytest.skip("this torch has CUDA")
     gpu = Device("cuda", "NVIDIA H100", 0, "GPU-0", (9, 0), 80 * 2**30, 80 * 2**30)
     with pytest.raises(EnvironmentInvalidError, match="built without CUDA"):
-        preflight.check(desk.write(), layout=desk.layout, config=Config(), device=gpu)
+        preflight.check(desk.write(), Asked(desk.layout, config=Config(), device=gpu))
     spec_path = desk.write(resources={"gpus": 0})
-    assert preflight.check(spec_path, layout=desk.layout, config=Config(), device=gpu).plan.device.kind == "cpu"
+    assert preflight.check(spec_path, Asked(desk.layout, config=Config(), device=gpu)).plan.device.kind == "cpu"
 
 
 def test_an_output_directory_that_can_be_made_is_taken(desk: Desk) -> None:
@@ -611,7 +613,7 @@ def test_each_rank_needs_host_memory_beside_its_device(desk: Desk, monkeypatch: 
 
     def planned(num_gpus: int) -> Plan:
         spec_path = desk.write(resources={"gpus": num_gpus})
-        made = preflight.check(spec_path, layout=desk.layout, config=Config(), device=gpu).plan
+        made = preflight.check(spec_path, Asked(desk.layout, config=Config(), device=gpu)).plan
         assert made is not None
         return made
 
@@ -661,12 +663,12 @@ def test_a_job_that_can_never_fit_is_refused_with_what_would(desk: Desk) -> None
     plain.write_dataset(desk.rows, num_rows=512)
     with pytest.raises(MemoryShortError, match=r"needed \(.*weights .* but a small processor has only 1 MiB") as raised:
         preflight.check(
-            desk.write(training={"per_device_train_batch_size": 512}), layout=desk.layout, config=Config(), device=small
+            desk.write(training={"per_device_train_batch_size": 512}), Asked(desk.layout, config=Config(), device=small)
         )
     assert "per_device_train_batch_size: " in raised.value.hint
     plain.write_dataset(desk.rows, num_rows=2)  # no batch can have more
     path = desk.write(training={"per_device_train_batch_size": 512})
-    assert preflight.check(path, layout=desk.layout, config=Config(), device=small).plan.memory.batch_size == 2
+    assert preflight.check(path, Asked(desk.layout, config=Config(), device=small)).plan.memory.batch_size == 2
 
 
 def test_the_length_of_rows_is_taken_from_the_data(desk: Desk) -> None:
@@ -717,7 +719,7 @@ class Daemon:
             self.selector.register(new, selectors.EVENT_READ)
 
     def submit(self, number: int, spec_path: Path, config: Config, device: Device) -> None:
-        self.client.submit(number, PersonPath.own(spec_path), config, device)
+        self.client.submit(Request(number, PersonPath.own(spec_path), config, device))
 
     def answers(self, count: int) -> list[Answer]:
         found: list[Answer] = []
@@ -787,7 +789,7 @@ def test_a_spec_survives_the_way_through_the_helper(desk: Desk, daemon: Daemon) 
     path = desk.write(training={"learning_rate": 2e-4, "num_train_epochs": 3}, eval_split=0.1)
     daemon.submit(1, path, Config(), CPU)
     answer = daemon.answers(1)[0]
-    sent = preflight.check(path, layout=desk.layout, config=Config(), device=CPU).spec
+    sent = preflight.check(path, Asked(desk.layout, config=Config(), device=CPU)).spec
     assert isinstance(answer, Passed), answer
     assert JobSpec.model_validate(answer.spec) == sent
     assert answer.spec["training"] == {"learning_rate": 2e-4, "num_train_epochs": 3}
@@ -1087,7 +1089,9 @@ def test_bad_requests_do_not_end_the_helper(desk: Desk) -> None:
         "spec_name": path.name,
         "spec": base64.b64encode(path.read_bytes()).decode(),
         "config": {},
-        "device": CPU.as_dict(),
+        "device": asdict(CPU),
+        "uid": None,
+        "earlier": asdict(Earlier()),
     }
     lines = ["not json", "[]", '{"id": 2}', json.dumps(good)]
     done = subprocess.run(
@@ -1116,7 +1120,7 @@ def test_the_stages_are_told_in_their_order(desk: Desk, is_rehearsed: bool) -> N
     stages: list[str] = []
     config = Config.model_validate({"spool": {"rehearsal_cpu_sec": 1}})  # enough to begin
     path = desk.write(lora={"use_dora": is_rehearsed})
-    preflight.check(path, layout=desk.layout, config=config, device=CPU, progress=stages.append)
+    preflight.check(path, Asked(desk.layout, config=config, device=CPU, progress=stages.append))
     assert stages == [
         "spec",
         "permissions",

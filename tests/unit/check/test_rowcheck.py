@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from honed.check import datacheck, preflight
-from honed.check.checklist import Verdict
+from honed.check.checklist import Asked, Verdict
 from honed.spec.config import Config
 from honed.system import quote
 from honed.system.device import Device
@@ -56,7 +56,7 @@ class Desk:
         self.config("tokenizer_config.json", chat_template=template)
         path = self.path / "job.json"
         path.write_text(json.dumps(plain.spec(self.model, data, **keys), indent=1))
-        return preflight.check(path, layout=self.layout, config=Config(), device=CPU, cache=self.cache)
+        return preflight.check(path, Asked(self.layout, config=Config(), device=CPU, cache=self.cache))
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_what_was_rendered_is_remembered_and_told_again(desk: Desk, monkeypatch:
     assert len(desk.cache._rendered) == 1
     assert len(first) == 1
     path = desk.path / "job.json"
-    again = preflight.check(path, layout=desk.layout, config=Config(), device=CPU, cache=desk.cache)
+    again = preflight.check(path, Asked(desk.layout, config=Config(), device=CPU, cache=desk.cache))
     assert again.warnings == first
     assert desk.check(rows, template=STRICT.replace("System", "Systems")).warnings != first
 
@@ -218,11 +218,11 @@ def test_the_check_of_rows_imports_nothing_of_the_training_stack(desk: Desk) -> 
     desk.check([{"messages": [USER, SAID]}])
     code = (
         "import sys; from pathlib import Path; from honed.check import preflight\n"
-        "from honed.spec.config import Config\n"
+        "from honed.check.checklist import Asked; from honed.spec.config import Config\n"
         "from honed.system.layout import Layout; from honed.system.device import cpu\n"
         "assert not {'jinja2', 'tokenizers', 'honed.text.chat'} & set(sys.modules)\n"
-        f"preflight.check(Path({str(desk.path / 'job.json')!r}), layout=Layout(Path({str(desk.layout.root)!r})),"
-        " config=Config(), device=cpu())\n"
+        f"preflight.check(Path({str(desk.path / 'job.json')!r}), Asked(Layout(Path({str(desk.layout.root)!r})),"
+        " config=Config(), device=cpu()))\n"
         "assert {'jinja2', 'tokenizers', 'honed.text.chat'} <= set(sys.modules)\n"
         "assert not {'torch', 'transformers', 'trl', 'peft', 'datasets'} & set(sys.modules)\n"
     )

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from honed.check import preflight
+from honed.check.checklist import Asked
 from honed.cli import convert, foreign, launch
 from honed.spec import jobfile, problem
 from honed.spec.config import Config
@@ -50,11 +51,11 @@ def test_a_converted_file_passes_the_check_after_at_most_two_of_its_corrections(
     job.write_text(convert.rendered(made, place / name))
     for _ in range(2):
         try:
-            preflight.check(job, layout=layout, config=Config(), device=CPU)
+            preflight.check(job, Asked(layout, config=Config(), device=CPU))
         except HonedError as error:
             assert error.fix, error
             job.write_text(convert.yaml_of(problem.mended(made.data, error.fix)))
-    preflight.check(job, layout=layout, config=Config(), device=CPU)
+    preflight.check(job, Asked(layout, config=Config(), device=CPU))
 
 
 #: Keys that say what would be so without them.

@@ -41,7 +41,7 @@ class Desk:
         self.daemon = Daemon(self.layout, config, probe=lambda _gpus: self.gpus or [device.cpu()], now=lambda: self.now)
         self.daemon._spool.recover()
         self.placement = self.daemon._dispatch.placement
-        self.placement.tell()
+        self.placement.report()
 
     def again(self, **keys: Any) -> None:
         """Restart it, with these keys of [device]."""

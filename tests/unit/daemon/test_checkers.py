@@ -17,6 +17,7 @@ import pytest
 
 from honed.daemon.arrivals.checker import IDLE_SEC, Checker
 from honed.daemon.arrivals.checkers import NUM_MORE_UNITS, START_GRACE_SEC, TURN_SEC, Checkers
+from honed.daemon.arrivals.line import Request
 from honed.run.helper import READY, STAGE_BYTES, ChildHelper, Watch, children
 from honed.run.helper_slot import MAX_PAUSE_SEC
 from honed.run.rehearsed import STAGE
@@ -84,7 +85,7 @@ class Desk:
             self.selector.register(new, selectors.EVENT_READ)
 
     def submit(self, number: int, uid: int | None, name: str = "plain") -> None:
-        self.checkers.submit(number, PersonPath.own(self.path / f"{name}.json"), Config(), uid=uid)
+        self.checkers.submit(Request(number, PersonPath.own(self.path / f"{name}.json"), Config(), uid=uid))
 
     def turn(self) -> None:
         self.selector.select(0.02)
@@ -516,7 +517,7 @@ def test_the_daemon_is_not_kept_by_a_helper_that_answers_at_once(tmp_path: Path)
     command = [sys.executable, "-S", "-c", HELPER, "honed", str(tmp_path)]
     checkers = Checkers(lambda stage_fd, watch: PromptHelper(command, stage_fd, watch))
     for number in range(20):
-        checkers.submit(number, PersonPath.own(tmp_path / "plain.json"), Config())
+        checkers.submit(Request(number, PersonPath.own(tmp_path / "plain.json"), Config()))
     answers: list[int] = []
     wait_for(
         lambda: sum(answers) >= 20,
@@ -647,7 +648,7 @@ def test_an_answer_is_kept_though_the_next_helper_cannot_be_started(tmp_path: Pa
     failed: list[bool] = []
     checker = Checker(start)
     for number in (1, 2):
-        checker.submit(number, PersonPath.own(tmp_path / "hang.json"), Config())
+        checker.submit(Request(number, PersonPath.own(tmp_path / "hang.json"), Config()))
     wait_for(lambda: checker.poll() == [] and not checker.is_between, what="the first one sent")
     (tmp_path / "go").touch()
     started[0].process.wait(timeout=60)

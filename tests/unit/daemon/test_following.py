@@ -145,7 +145,7 @@ def test_after_a_fallback_the_last_events_of_the_other_worker_are_read(
     scene.write_steps(20_000)
     assert scene.following.read_rest(JOB, sec=0.0) is True
     monkeypatch.undo()
-    scene.following.tell_fallback(JOB)
+    scene.following.record_fallback(JOB)
     while scene.following.read_rest(JOB, sec=1.0) is None:
         pass
     assert scene.steps() == list(range(20_000))

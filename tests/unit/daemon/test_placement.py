@@ -78,7 +78,7 @@ def placed(tmp_path: Path, devices: list[Device], *busy: str) -> Placement:
     availability = Availability(Spool(layout, lock=False), lambda: config, now=lambda: 0.0)
     attempts = cast("Attempts", Busy(*busy))
     made = Placement(layout, lambda: config, attempts, availability, probe=lambda _: devices, clock=lambda: 100.0)
-    made.tell()
+    made.report()
     return made
 
 

@@ -12,12 +12,14 @@ import sys
 import wave
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from honed.inputs import basemodel, datafile, dataset, media
 from honed.job import event
+from honed.job.plan_file import Earlier
 from honed.run import outcome
 from honed.run.helper import HELPER_ENVIRONMENT
 from honed.run.runner import Exit
@@ -241,7 +243,9 @@ def test_a_parquet_file_that_unpacks_to_more_than_the_check_may_have_is_refused(
         "spec_name": job_path.name,
         "spec": base64.b64encode(job_path.read_bytes()).decode(),
         "config": Config().model_dump(mode="json"),
-        "device": cpu().as_dict(),
+        "device": asdict(cpu()),
+        "uid": None,
+        "earlier": asdict(Earlier()),
     }
     command = [sys.executable, "-m", "honed.check.preflight", "--root", str(tmp_path), "--max-bytes", str(800 * MiB)]
     done = subprocess.run(

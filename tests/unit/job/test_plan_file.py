@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from honed.job.job import Adjustment
 from honed.job.plan_file import DatasetPlace, Grant, Loss, PlanFile
+from honed.system import record
 from honed.system.error import said
 from honed.system.personpath import PersonPath
 
@@ -33,15 +33,15 @@ def test_what_is_read_of_a_plan_has_its_type_and_is_written_the_same(name: str) 
     plan = recorded(name)
     document = plan.document
     assert plan.is_decided
-    for key in ("precision", "device", "may_read"):
+    for key in ("precision", "may_read"):
         assert json.loads(json.dumps(getattr(plan, key).as_dict())) == document[key], key
-    for key in ("backend", "loss"):
+    for key in ("backend", "loss", "device"):
         assert json.loads(json.dumps(asdict(getattr(plan, key)))) == document[key], key
     assert plan.memory is not None
     assert json.dumps(plan.memory.as_dict()) == json.dumps(document["memory"])
     assert json.dumps(asdict(plan.parallel)) == json.dumps(document["parallel"])
     assert json.dumps(plan.precision.as_dict()) == json.dumps(document["precision"])
-    assert json.dumps(plan.checkpoint.as_dict()) == json.dumps(document["checkpoint"])
+    assert json.dumps(asdict(plan.checkpoint)) == json.dumps(document["checkpoint"])
     assert plan.base_model_path == Path("/tmp/recorded/model")
     assert plan.output_dir == Path(document["output_dir"])
     assert plan.job.owner == (document["job"]["id"], "/var/lib/honed")
@@ -76,7 +76,7 @@ def test_places_and_grants_survive_the_file() -> None:
         warnings=["a warning"],
         adapter_path=Path("/a"),
         base_model_commit="beef",
-        hub_datasets={"datasets.0": place.as_dict("org/rows")},
+        hub_datasets={"datasets.0": record.as_dict(place)},
         may_read=grant,
     )
     read = PlanFile.from_json(made.to_json())
@@ -101,8 +101,14 @@ def test_what_is_no_plan_is_told(data: bytes) -> None:
 def test_a_damaged_value_is_told_where_it_is_read(key: str, value: object) -> None:
     plan = PlanFile({key: value, "warnings": ["whole"]})
     assert plan.warnings == ("whole",)
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        assert getattr(plan, key) is not None
+    with pytest.raises((TypeError, ValueError)):
+        getattr(plan, key)
+
+
+def test_a_value_of_a_wrong_type_is_named_and_not_quoted() -> None:
+    document = recorded("adapter").document
+    with pytest.raises(ValueError, match=r"^load_dtype: Input should be a valid string$"):
+        _ = PlanFile({"precision": document["precision"] | {"load_dtype": ["secret"]}}).precision
 
 
 def test_a_damaged_grant_grants_nothing() -> None:

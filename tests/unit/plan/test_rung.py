@@ -16,6 +16,7 @@ from honed.spec import jobfile
 from honed.spec.config import Config
 from honed.spec.optimizer import ADAMW, ADAMW_8BIT
 from honed.spec.spec import JobSpec
+from honed.system import record
 from honed.system.device import Device
 from honed.system.error import SpecError
 from honed.system.installed import Installed
@@ -282,7 +283,7 @@ def test_a_job_planned_with_bfloat16_weights_does_not_move_to_a_gpu_without() ->
 def test_a_job_planned_before_there_were_rungs_keeps_what_it_has(load_dtype: str, kept: str) -> None:
     now = make(model("1B"), H100).precision.as_dict() | {"load_dtype": load_dtype}
     new = {"master_weights", "optim", "save_dtype"}
-    old = Precision.from_dict({key: value for key, value in now.items() if key not in new})
+    old = record.read(Precision, {key: value for key, value in now.items() if key not in new})
     found = make(model("1B"), H100, pinned=rung.pinned(old)).precision
     assert (found.load_dtype, found.master_weights, found.optim, found.save_dtype) == (load_dtype, kept, None, None)
 

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from honed.check import datacheck, preflight
 from honed.daemon.arrivals.acceptance import _job
 from honed.daemon.arrivals.checks import Pending
 from honed.job.arrival import Claim, Copy
+from honed.job.plan_file import Earlier
 from honed.run import reply
 from honed.run.reply import Answer, Passed, Refused
 from honed.run.snapshot import Missing
@@ -114,8 +116,9 @@ def test_the_preflight_answers_as_it_always_did(name: str, tmp_path: Path) -> No
         "spec_name": "spec.json",
         "spec": base64.b64encode(json.dumps(document).encode()).decode(),
         "config": Config(policy=PolicyConfig(hub=True)).model_dump(mode="json"),
-        "device": CPU.as_dict(),
+        "device": asdict(CPU),
         "uid": 0,
+        "earlier": asdict(Earlier()),
     }
     answer = preflight._answer(json.dumps(request).encode(), layout, datacheck.Cache(), lambda _: None, io.StringIO())
     made, before = (without_words(text) for text in (answer.to_line(), line(name)))

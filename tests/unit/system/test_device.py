@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from pydantic_core import _pydantic_core
 
-from honed.system import device
+from honed.system import device, record
 from honed.system.device import Device
 
 FAKE_NVML = '''
@@ -122,7 +123,7 @@ def test_a_gpu_on_which_others_work_is_not_free() -> None:
 
 def test_a_device_survives_json() -> None:
     gpu = Device(kind="cuda", name="T4", index=0, uuid="GPU-1", compute_capability=(7, 5), total_bytes=1, free_bytes=1)
-    assert Device.from_dict(gpu.as_dict() | {"compute_capability": [7, 5]}) == gpu
+    assert record.read(Device, asdict(gpu) | {"compute_capability": [7, 5]}) == gpu
 
 
 def test_apple_silicon_is_told_by_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:

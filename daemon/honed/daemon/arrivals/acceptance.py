@@ -48,7 +48,7 @@ PLANTED_ERRNOS = {errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EEXIST, errno.
 
 
 class Acceptance:
-    """Accepts or refuses arrivals. The stages before and after it, which others ask too, are attributes."""
+    """Accepts or rejects arrivals. The stages before and after it, which others ask too, are attributes."""
 
     def __init__(
         self,
@@ -103,27 +103,16 @@ class Acceptance:
         return len(self._checkers.stuck()) + self.incoming.num_stuck
 
     @property
-    def num_beyond(self) -> int:
-        """Number of arrivals of users who have as many queued jobs as they may."""
-        return self.incoming.num_beyond
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of checked arrivals that name jobs which may still arrive."""
-        return len(self.naming.numbers)
-
-    @property
     def num_settling(self) -> int:
         """Number of those that will be settled by themselves: the jobs that others name are kept away by a limit."""
         return sum(num for uid, num in self.naming.num_by_user.items() if num and not self._has_more(uid))
 
     def _num_waiting_of(self, uid: int) -> tuple[int, int]:
-        """Return how many of a user's arrivals wait for a fetch, and how many for jobs that they name."""
         return self.fetches.num_of(uid), self.naming.num_by_user[uid]
 
-    def listen(self, told: Callable[[int, str, float], None]) -> None:
-        """Register a callback for each rejection: it gets the number, the error's code and the time of arrival."""
-        self._rejection.listeners.append(told)
+    def listen(self, listener: Callable[[int, str, float], None]) -> None:
+        """Register a callback for every rejection: it gets the number, the error's code and the time of arrival."""
+        self._rejection.listeners.append(listener)
 
     def scan(self) -> None:
         """Claim complete arrivals, and check those again that were claimed before and could not be settled then."""
@@ -131,7 +120,7 @@ class Acceptance:
         self.incoming.scan(self._checks.numbers | self.naming.numbers | self.fetches.numbers)
 
     def settle(self) -> list[Job]:
-        """Accept or refuse the arrivals that the helpers have answered on. Returns the accepted jobs."""
+        """Accept or reject the arrivals that the helpers have answered on. Returns the accepted jobs."""
         late = self.incoming.take_late()
         for answer in self._checkers.poll():
             with self.failures.alone(f"job {answer.id}"):  # after an error it is checked again
@@ -140,15 +129,15 @@ class Acceptance:
         return [*late, *self._accept([(*item, self._job(*item)) for item in checked])]
 
     def _take(self, answer: Answer) -> None:
-        """Take an answer of a helper's: fetch what it misses, refuse it, or keep it to be accepted."""
+        """Take an answer of a helper's: fetch what it misses, reject it, or keep it to be accepted."""
         is_sweep = isinstance(answer, Passed) and bool(answer.members)
         number, missing = answer.id, answer.needs_fetch if isinstance(answer, Passed) and not is_sweep else None
         if missing is None:
             self.fetches.forget(number)
         pending = None if number in self.replanning.numbers else self._checks.end(number)
         if answer.rehearsed is not None and pending is not None:
-            place = rehearsed.directory(self._spool.layout.cache_dir, pending.copy.uid)
-            rehearsed.write(place, answer.rehearsed)
+            directory = rehearsed.directory(self._spool.layout.cache_dir, pending.copy.uid)
+            rehearsed.write(directory, answer.rehearsed)
         if isinstance(answer, Passed) and missing is not None:
             self.fetches.begin(answer, missing, pending)
         elif pending is None:
@@ -177,7 +166,7 @@ class Acceptance:
         log.info("sweep %d (%s): %d jobs", claim.id, claim.name, len(answer.members), extra=about(claim.id))
 
     def settle_waiting(self) -> list[Job]:
-        """Accept the arrivals whose named jobs are known by now, and refuse those that have waited long enough."""
+        """Accept the arrivals whose named jobs are known by now, and reject those that have waited long enough."""
         return self.naming.settle(
             self._accept, is_quiet=self._is_quiet, fetched=self.fetches.names(), has_more=self._has_more
         )
@@ -204,7 +193,7 @@ class Acceptance:
         accepted = []
         for (pending, answer, job), admitted in zip(free, self._arrivals.admit_all(entries), strict=True):
             if isinstance(admitted, Job):
-                _tell_accepted(admitted, answer)
+                _log_accepted(admitted, answer)
                 accepted.append(admitted)
                 continue
             if (late := self._accepted(pending.claim)) is not None:
@@ -218,7 +207,7 @@ class Acceptance:
         return accepted
 
     def _accepted(self, claim: Claim) -> Job | None:
-        """Return the job that a claim became if its acceptance failed only after the commit; else None."""
+        # The acceptance may have failed after its commit.
         with contextlib.suppress(OSError):
             return self._arrivals.accepted(claim)
         return None
@@ -246,7 +235,7 @@ class Acceptance:
             )
 
 
-def _tell_accepted(job: Job, answer: Passed) -> None:
+def _log_accepted(job: Job, answer: Passed) -> None:
     log.info(
         "job %d (%s): accepted from %s, %s",
         job.id,

@@ -4,19 +4,14 @@ not answer in time. It imports none of the helper's checks, so that the daemon s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 from honed.daemon.arrivals.line import NUM_MORE_HELPERS, Line, Request
 from honed.daemon.arrivals.seat import Seat
 from honed.daemon.arrivals.turns import alike
-from honed.job.plan_file import Precision
 from honed.run.helper import Start, Watch
 from honed.run.helper_slot import HelperSlot
 from honed.run.reply import Answer
-from honed.spec.config import Config
-from honed.system.device import Device
-from honed.system.personpath import PersonPath
 
 #: Seconds that a helper is kept without work; the first one of several stays.
 IDLE_SEC = 20.0
@@ -56,7 +51,7 @@ class Checker:
     @property
     def deadline(self) -> float | None:
         """Time by which `poll` must be called, by the client's clock; None without one."""
-        deadlines = [each.deadline for seat in self._seats if (each := seat.current) is not None]
+        deadlines = [request.deadline for seat in self._seats if (request := seat.current) is not None]
         starts = [seat.slot.deadline(is_wanted=bool(self._line)) for seat in self._seats if seat.current is None]
         ends = [seat.idle_since + IDLE_SEC for seat in self._seats[1:] if seat.is_free]
         looks = [self._clock() + LOOK_SEC] if self._line and not self.is_between and not self.is_rehearsing else []
@@ -110,30 +105,9 @@ class Checker:
         """Return the requests for which no helper can be started, or whose files cannot be read."""
         return {request.id for request in (self._line if self.fault else self._line.aside)}
 
-    def submit(
-        self,
-        job_id: int,
-        spec_path: PersonPath,
-        config: Config,
-        device: Device | None = None,
-        jobs: Mapping[str, Path] | None = None,
-        *,
-        commit: str | None = None,
-        dataset_commits: Mapping[str, str] | None = None,
-        pinned: Precision | None = None,
-        uid: int | None = None,
-    ) -> None:
-        """Submit a job file for a check; `poll` returns the answer. `commit`: the commit that a hub id meant before;
-        `dataset_commits`: those of data sets, by key; `pinned`: the precision of the job's earlier plan."""
-        rest = {
-            "device": device.as_dict() if device else None,
-            "jobs": {name: str(path) for name, path in (jobs or {}).items()},
-            "commit": commit,
-            "dataset_commits": dict(dataset_commits or {}),
-            "pinned": pinned.as_dict() if pinned else None,
-            "uid": uid,
-        }
-        self._line.add(Request(job_id, spec_path, config, uid, rest))
+    def submit(self, request: Request) -> None:
+        """Submit a job file for a check; `poll` returns the answer."""
+        self._line.add(request)
         self._advance()
 
     def poll(self) -> list[Answer]:

@@ -17,19 +17,14 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 from honed.daemon.arrivals.checker import IDLE_SEC, LOOK_SEC, Checker
-from honed.daemon.arrivals.line import NUM_MORE_HELPERS
+from honed.daemon.arrivals.line import NUM_MORE_HELPERS, Request
 from honed.daemon.arrivals.turns import Turns, alike
-from honed.job.plan_file import Precision
 from honed.run.helper import Start, Watch
 from honed.run.reply import Answer
-from honed.spec.config import Config
 from honed.system import access
-from honed.system.device import Device
-from honed.system.personpath import PersonPath
 
 #: Units at a time that are more than children: a check that waits for a slow disk takes no core.
 NUM_MORE_UNITS = 2
@@ -37,7 +32,7 @@ NUM_MORE_UNITS = 2
 TURN_SEC = 5.0
 #: Seconds that the others wait for the helper of a user who has just come, at most.
 START_GRACE_SEC = 30.0
-#: Common helpers by default, at most: honed itself accepts no faster than so many check.
+#: Common helpers by default, at most: honed itself accepts no faster than these check.
 MAX_HELPERS = 4
 
 
@@ -101,34 +96,12 @@ class Checkers:
         checker = self._people.get(uid) if self._has_unit(uid) else self._common
         return checker is not None and bool(checker.fault)
 
-    def submit(
-        self,
-        job_id: int,
-        spec_path: PersonPath,
-        config: Config,
-        device: Device | None = None,
-        jobs: Mapping[str, Path] | None = None,
-        *,
-        commit: str | None = None,
-        dataset_commits: Mapping[str, str] | None = None,
-        pinned: Precision | None = None,
-        uid: int | None = None,
-    ) -> None:
-        """Submit a job file as Checker.submit does, to be checked with the rights of `uid`; None: with our own."""
-        checker = self._of(uid)
+    def submit(self, request: Request) -> None:
+        """Submit a job file as Checker.submit does, to be checked with the rights of its user; None: with our own."""
+        checker, uid = self._of(request.uid), request.uid
         if uid is not None and checker is not self._common and not (checker.is_busy or checker.has_helper):
             self._welcome(uid)
-        checker.submit(
-            job_id,
-            spec_path,
-            config,
-            device,
-            jobs,
-            commit=commit,
-            dataset_commits=dataset_commits,
-            pinned=pinned,
-            uid=uid,
-        )
+        checker.submit(request)
         self._hand_out()
 
     def poll(self) -> list[Answer]:
@@ -198,7 +171,6 @@ class Checkers:
 
     @property
     def _max_units(self) -> int:
-        """Units that may run now."""
         return self._num_units + min(NUM_MORE_HELPERS, sum(self._people[uid].is_rehearsing for uid in self._placed))
 
     def _is_awaited(self, uid: int) -> bool:
@@ -207,7 +179,6 @@ class Checkers:
         return checker is not None and checker.is_busy and not (checker.is_ready or checker.fault)
 
     def _look_after(self, uid: int, checker: Checker, now: float) -> None:
-        """Keep or take back a user's place."""
         if not checker.has_helper and not checker.wants_helper:
             self._take_back(uid)  # its start has failed, or its helper has died without work
         elif not checker.is_ready:
@@ -238,7 +209,6 @@ class Checkers:
                 self._turns.take(uid, self._present())
 
     def _present(self) -> set[int]:
-        """Return the users with job files that are to be checked, whether they have a place or not."""
         return {uid for uid, checker in self._people.items() if checker.is_busy}
 
     def _rank(self, uid: int) -> tuple[bool, bool, float]:
@@ -262,7 +232,6 @@ class Checkers:
         self._people[uid].rest()
 
     def _forget(self) -> None:
-        """Remove the checkers of users who have neither work nor a helper."""
         for uid, checker in list(self._people.items()):
             if uid not in self._placed and not checker.is_busy:
                 checker.close()

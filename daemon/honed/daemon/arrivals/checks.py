@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from honed.daemon.arrivals.checkers import Checkers
+from honed.daemon.arrivals.line import Request
 from honed.job.arrival import Claim, Copy
 from honed.run.reply import Passed
 from honed.spec.config import Config
@@ -42,7 +43,7 @@ class Checks:
     def begin(self, pending: Pending) -> None:
         """Have an arrival checked, for the first time or again."""
         self._pending[pending.claim.id] = pending
-        self._checkers.submit(pending.claim.id, pending.copy.path, self._config(), uid=pending.copy.uid)
+        self._checkers.submit(Request(pending.claim.id, pending.copy.path, self._config(), uid=pending.copy.uid))
 
     def end(self, number: int) -> Pending:
         """Return the arrival that the helper has answered on; it is no longer being checked."""

@@ -91,9 +91,9 @@ class Fetches:
         """Return the number of a user's arrivals that wait for a fetch."""
         return sum(waits.pending is not None and waits.pending.copy.uid == uid for waits in self._fetching.values())
 
-    def listen(self, told: Callable[[str, int], None]) -> None:
-        """Register a callback for each end of a fetching process: it gets the type of the repository and the bytes."""
-        self._fetcher.listeners.append(told)
+    def listen(self, listener: Callable[[str, int], None]) -> None:
+        """Register a callback for every end of a fetching process: it gets the type of the repository and the bytes."""
+        self._fetcher.listeners.append(listener)
 
     def begin(self, answer: Passed, missing: Missing, pending: Pending | None) -> None:
         """Start the fetch of the model or data set that a check missed; `pending` is None for an accepted job."""
@@ -115,7 +115,7 @@ class Fetches:
         self._num_fetches.pop(number, None)
 
     def settle(self) -> None:
-        """Check again the arrivals and jobs whose fetch succeeded, and refuse those whose fetch failed."""
+        """Check again the arrivals and jobs whose fetch succeeded, and reject those whose fetch failed."""
         for fetched in self._fetcher.poll():
             if (waits := self._fetching.pop(fetched.number, None)) is None:
                 continue
@@ -130,20 +130,20 @@ class Fetches:
                 self._check_again(number, waits)
 
     def cancel(self, number: int) -> None:
-        """Refuse an arrival that waits for a fetch, at its owner's request."""
+        """Reject an arrival that waits for a fetch, at its owner's request."""
         waits = self._fetching.pop(number)
         self._fetcher.leave(number)
         what = "base model" if waits.missing.repo_type == MODEL else waits.missing.what
         self._fail(number, waits, InterruptedRunError(f"cancelled before its {what} was fetched"))
 
     def rows(self) -> list[Waiting]:
-        """Return a row for each arrival and job that waits for a fetch, with its progress."""
-        found = []
+        """Return a row for every arrival and job that waits for a fetch, with its progress."""
+        rows = []
         for number, waits in sorted(self._fetching.items()):
             progress = self._fetcher.progress(number)
             pending, job = waits.pending, None if waits.pending else self._spool.job(number)
             uid = pending.copy.uid if pending else job.uid if job else None
-            found.append(
+            rows.append(
                 Waiting(
                     id=number,
                     name=_name(waits, number),
@@ -158,21 +158,21 @@ class Fetches:
                     problem=progress.get("problem"),
                 )
             )
-        return found
+        return rows
 
     def arrival(self, reference: str, asker: Asker) -> Waiting | None:
         """Return an arrival that waits for a model, by its number, or by its name if no unfinished job has that name.
 
         Raises NotPermittedError for another user's number; names of other users' arrivals are not searched.
         """
-        found = [row for row in self.rows() if row.source is not None]
-        if not found:
+        waiting = [row for row in self.rows() if row.source is not None]
+        if not waiting:
             return None
-        closed = [item for item in found if not (asker.reads_all or item.uid == asker.uid)]
+        closed = [item for item in waiting if not (asker.reads_all or item.uid == asker.uid)]
         if any(str(item.id) == reference for item in closed):
             raise NotPermittedError(f"job {reference} belongs to another user", hint="honectl list shows your own jobs")
         is_a_jobs = any(not job.state.is_final for job in self._spool.named(reference))
-        names = [item for item in found if item not in closed and reference in {str(item.id), item.name}]
+        names = [item for item in waiting if item not in closed and reference in {str(item.id), item.name}]
         named = [name for name in names if not is_a_jobs or str(name.id) == reference]
         return named[0] if len(named) == 1 else None
 
@@ -192,7 +192,6 @@ class Fetches:
             self._replanning.ask(number)
 
     def _fail(self, number: int, waits: _Fetching, error: HonedError) -> None:
-        """Refuse an arrival, or fail the replanning of a job, because its fetch failed."""
         if waits.pending is not None:
             self._rejection.reject(waits.pending.claim, error)
         else:

@@ -59,20 +59,19 @@ MAX_SUBMITTED, MAX_SUBMITTED_BYTES = 10_000, 64 * 1024 * 1024
 
 @dataclass
 class _Known:
-    """A file that is to be claimed: as it was when it got its place; and its inode by the listings, which an overlay's
-    files have another of by stat; None before the first."""
+    """A file that is to be claimed: its stat when it was queued, and its inode from scandir (overlayfs reports another
+    one in stat), None before the first listing."""
 
     file: Dropped
     inode: int | None
 
 
 class Listing:
-    """Files in incoming/ that were not taken yet, in the order of each user's.
+    """Files in incoming/ that were not taken yet, in the order of their users.
 
     A file's place is by the last event that may have completed it. One that a listing finds first waits for its event;
     where none comes, its place is by when a listing saw it, and within one by its time, which clock jumps falsify. A
-    listing looks only at files that it did not know: but for the names themselves, it costs no more beside a flood that
-    waits.
+    listing looks only at files that it did not know: it costs one scandir, however many files wait.
     """
 
     def __init__(self, arrivals: Arrivals, watcher: Watcher) -> None:
@@ -105,13 +104,13 @@ class Listing:
                 if time.monotonic() >= until:
                     return False
         except BaseException:
-            self._listing = None  # begun anew
+            self._listing = None  # the next one starts from the beginning
             raise
         self._listing = None
         return True
 
     def _list(self, now: float) -> Iterator[None]:
-        """List incoming/, and yield after each few hundred names."""
+        """List incoming/, and yield after every few hundred names."""
         hinted = self._watcher.take_hinted()
         before, present = dict(self._known), dict[str, int]()
         for names in self._arrivals.listing():
@@ -141,14 +140,14 @@ class Listing:
             if number % MAX_TOGETHER_LISTED == 0:
                 yield
         seen_at, self._unnamed, self.has_more = dict(unnamed), unnamed, False
-        for place in range(0, len(due), MAX_TOGETHER_LISTED):
-            some = self._arrivals.dropped_of(due[place : place + MAX_TOGETHER_LISTED])
+        for first in range(0, len(due), MAX_TOGETHER_LISTED):
+            some = self._arrivals.dropped_of(due[first : first + MAX_TOGETHER_LISTED])
             for item in sorted(some, key=lambda file: seen_at.get(file.path.name, now)):
                 self._append(item, present[item.path.name])
             yield
 
     def add_hinted(self, now: float) -> None:
-        """Add what has come since the last listing, and what was not whole when it was looked at: beside a flood, the
+        """Add what has come since the last listing, and what was not whole when it was looked at: in a flood, the
         next listing may be seconds away."""
         if now >= self._round_at + LOOK_AGAIN_SEC:
             self._look_again(now)
@@ -174,7 +173,7 @@ class Listing:
     def is_whole(self, uid: int, name: str) -> bool:
         """Look at a user's file. Return True if it can be claimed now."""
         path = self._arrivals.incoming / name
-        if self._is_left(path):
+        if path.name in self._left and self._left[path.name] == _inode(path):
             return False
         self._looked_at[name] = uid  # until it is claimed, or looked at again
         return self._watcher.is_whole(path, self._round_at)
@@ -182,12 +181,12 @@ class Listing:
     def _add(self, hinted: Sequence[str]) -> None:
         """Add files behind all others of their users, in this order; also those that were known and have changed
         since, or have been replaced by another. An event that is late moves nothing."""
-        found = {item.path.name: item for item in self._arrivals.dropped_of(hinted)}
+        files = {item.path.name: item for item in self._arrivals.dropped_of(hinted)}
         for name in hinted:
-            each, known = found.get(name), self._known.get(name)
-            if each is not None and (known is None or known.file != each or name in self._left):
+            file, known = files.get(name), self._known.get(name)
+            if file is not None and (known is None or known.file != file or name in self._left):
                 self._left.pop(name, None)  # even if it has the inode of the one that could not be taken
-                self._append(each, None)
+                self._append(file, None)
 
     def _append(self, file: Dropped, inode: int | None) -> None:
         name, uid = file.path.name, file.uid
@@ -201,7 +200,6 @@ class Listing:
         self.not_looked_at.setdefault(uid, OrderedDict())[name] = None
 
     def _forget(self, name: str) -> None:
-        """Forget a file that is gone, or has been replaced by another."""
         uid = self._known.pop(name).file.uid
         self._looked_at.pop(name, None)
         own = self.not_looked_at.get(uid)
@@ -243,12 +241,8 @@ class Listing:
             self._left[path.name] = inode
             log.warning("%r in %s cannot be taken: %s", path.name, path.parent, error.strerror)
 
-    def _is_left(self, path: PersonPath) -> bool:
-        return path.name in self._left and self._left[path.name] == _inode(path)
-
 
 def _inode(path: PersonPath) -> int | None:
-    """Return the inode of a file; None if it is gone."""
     return next((info.st_ino for _, info in untrusted.infos(path.parent, [path.name])), None)
 
 
@@ -343,7 +337,7 @@ class Incoming:
         return bool(self._late)
 
     def take_late(self) -> list[Job]:
-        """Return the jobs of earlier claims that turned out to be accepted already, each once."""
+        """Return the jobs of earlier claims that turned out to be accepted already, without repetition."""
         late, self._late = self._late, []
         return late
 
@@ -394,7 +388,6 @@ class Incoming:
             raise faults[0]
 
     def _lists(self) -> Iterator[tuple[int, Sized]]:
-        """Yield the arrivals that were not looked at yet, by user."""
         yield from self._listing.not_looked_at.items()
         yield from self._submitted.items()
 
@@ -415,7 +408,9 @@ class Incoming:
             uid = self._turns.first(room)
             self._turns.take(uid, room)
             if uid in self._submitted:
-                submitted.append(self._next_submitted(uid))
+                submitted.append(self._submitted[uid].popleft())
+                if not self._submitted[uid]:
+                    del self._submitted[uid]
                 room[uid] -= 1
             else:
                 num_looks += 1
@@ -436,27 +431,21 @@ class Incoming:
             self._rejection.fault = durable.machine_fault(problem) or said(problem)
             return False
 
-    def _next_submitted(self, uid: int) -> Claim:
-        """Take a user's first claim off the list of those that were submitted."""
-        claim = self._submitted[uid].popleft()
-        if not self._submitted[uid]:
-            del self._submitted[uid]
-        return claim
-
     def _take_earlier(self, known: Set[int]) -> None:
         """Take up earlier claims: of a honed that was killed, or left unsettled by a full disk."""
         submitted = {claim.id for claims in self._submitted.values() for claim in claims}
-        if (room := self._room()) <= 0:
+        room = min(MAX_TOGETHER, MAX_PENDING - len(self._checks.being_checked()) - self._checks.num_checked)
+        if room <= 0:
             self._must_list = True
             return
-        found = self._arrivals.claims(but={*known, *submitted, *self._tried}, limit=room)
-        if not found:
+        claims = self._arrivals.claims(but={*known, *submitted, *self._tried}, limit=room)
+        if not claims:
             self._tried.clear()  # tried once more at the next scan
             return
-        self._tried |= {claim.id for claim in found}
+        self._tried |= {claim.id for claim in claims}
         self._must_list = True  # and then the arrivals behind them
         unsettled = []
-        for claim in found:
+        for claim in claims:
             try:
                 job = self._arrivals.accepted(claim)
             except Exception as problem:  # noqa: BLE001 - the others are taken up all the same
@@ -467,11 +456,6 @@ class Incoming:
             else:
                 unsettled.append(claim)
         self._copy(unsettled)
-
-    def _room(self) -> int:
-        """Return how many more of the earlier claims may be looked at now."""
-        num_under_way = len(self._checks.being_checked()) + self._checks.num_checked
-        return max(0, min(MAX_TOGETHER, MAX_PENDING - num_under_way))
 
     def _copy(self, claims: list[Claim]) -> None:
         """Copy claimed files, and have the copies checked."""

@@ -25,12 +25,8 @@ from honed.system.failures import Failures
 from honed.system.layout import Layout
 
 
-def _files_wait(num: int) -> str:
-    return "1 file waits" if num == 1 else f"{num} files wait"
-
-
 class Intake:
-    """Takes what arrives. `systemd` is set where checks and fetches are units; `follow` is told of
+    """Takes what arrives. `systemd` is set where checks and fetches are units; `follow` gets the
     descriptors to be watched: of preflight helpers, and of the events of incoming/."""
 
     def __init__(
@@ -80,11 +76,12 @@ class Intake:
         return not acceptance.is_busy and not on_their_way
 
     def status(self, *, is_named: bool) -> list[str]:
-        """Return a short text for each thing that holds up arrivals. `is_named`: with the names of models."""
+        """Return a short text for every thing that holds up arrivals. `is_named`: with the names of models."""
         num_stuck = self.acceptance.num_stuck
         stuck = [f"{num_stuck} not checked: {self._checkers.fault}"] if num_stuck else []
-        num_beyond = self.acceptance.num_beyond
-        stuck += [f"{_files_wait(num_beyond)} until fewer jobs of their users are queued"] if num_beyond else []
+        num_beyond = self.acceptance.incoming.num_beyond
+        files = "1 file waits" if num_beyond == 1 else f"{num_beyond} files wait"
+        stuck += [f"{files} until fewer jobs of their users are queued"] if num_beyond else []
         return stuck + self._fetcher.status(is_named=is_named)
 
     def patience(self) -> float:
@@ -95,7 +92,7 @@ class Intake:
             waits.append(config.jobs.poll_interval_sec)
         if self.acceptance.incoming.num_unsettled:
             waits.append(min(0.1, config.spool.settle_sec))
-        if self.acceptance.is_busy or self.acceptance.num_waiting:
+        if self.acceptance.is_busy or self.acceptance.naming.numbers:
             waits.append(0.2)
         if self._checkers.deadline is not None:
             waits.append(self._checkers.deadline - now)

@@ -6,7 +6,7 @@
        └ bring_back ◄─ aside ┘ the machine keeps its file from being read: it is tried again after a pause
 
 With several helpers, users who wait are served before anybody has two of them, the others are shared by weight, and
-nobody has all: one is left for whoever comes. So slow data sets of one user delay nobody else by more than the check
+nobody has all: one is left for the next user. So slow data sets of one user delay nobody else by more than the check
 under way.
 
 A rehearsal (check/rehearsal.py) may take minutes on a busy machine. Beside it another helper works for the others, for
@@ -19,19 +19,21 @@ import base64
 import json
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 
 from honed.daemon.arrivals.turns import Turns, alike
+from honed.job.plan_file import Earlier
 from honed.run.reply import Answer
 from honed.spec.config import Config
-from honed.system import untrusted
+from honed.system import record, untrusted
+from honed.system.device import Device
 from honed.system.log import about
 from honed.system.personpath import PersonPath
 
 log = logging.getLogger(__name__)
 
-#: Helpers at a time beside those that rehearse.
+#: Helpers at a time besides those that rehearse.
 NUM_MORE_HELPERS = 2
 #: Seconds before a file that could not be read is tried again, doubled each time; and the longest.
 FIRST_PAUSE_SEC, MAX_PAUSE_SEC = 0.2, 10.0
@@ -44,8 +46,9 @@ class Request:
     id: int
     spec_path: PersonPath
     config: Config
-    uid: int | None
-    rest: Mapping[str, object]
+    device: Device | None = None  #: the one that the job is planned for; None: the first of this machine
+    uid: int | None = None
+    earlier: Earlier = field(default_factory=Earlier)
     deadline: float = 0.0  #: by the client's clock, set when the request is sent
     num_helpers: int = 0  #: helpers that it was sent to
     is_rehearsing: bool = False  #: it is at its rehearsal, which has a limit of its own
@@ -60,13 +63,20 @@ class Request:
     def line(self) -> bytes:
         """Return the request's line, with the job file's content: the helper may not be able to read the file."""
         data = untrusted.read_plain(self.spec_path, max_bytes=self.config.spool.max_spec_bytes)
-        spec = {"spec_name": self.spec_path.name, "spec": base64.b64encode(data).decode("ascii")}
-        request = {"id": self.id, **spec, "config": self.config.model_dump(mode="json"), **self.rest}
+        request = {
+            "id": self.id,
+            "spec_name": self.spec_path.name,
+            "spec": base64.b64encode(data).decode("ascii"),
+            "config": self.config.model_dump(mode="json"),
+            "device": asdict(self.device) if self.device else None,
+            "uid": self.uid,
+            "earlier": record.as_dict(self.earlier),
+        }
         return json.dumps(request).encode() + b"\n"
 
 
 class Line:
-    """The requests of the users of so many helpers. Users whose last check ran into its deadline come after all
+    """The requests of the users of these helpers. Users whose last check ran into its deadline come after all
     others. `weight` returns a user's."""
 
     def __init__(self, num_helpers: int, weight: Callable[[int | None], float] = alike) -> None:
@@ -186,13 +196,12 @@ class Line:
         return self._free(request.uid)
 
     def _free(self, uid: int | None) -> list[Answer]:
-        """Remove and return a user's answers that no request under check holds up."""
-        taken, found = self._taken[uid], []
+        taken, free = self._taken[uid], []
         while taken and taken[0] in self._answers:
-            found.append(self._answers.pop(taken.popleft()))
+            free.append(self._answers.pop(taken.popleft()))
         if not taken:
             del self._taken[uid]
-        return found
+        return free
 
     def _leave(self, request: Request) -> None:
         self._under_check[request.uid] -= 1

@@ -44,7 +44,7 @@ class _Waiting:
 
 
 class _Names:
-    """The names of each user's waiting arrivals, and the names that these wait for."""
+    """The names of users' waiting arrivals, and the names that these wait for."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, str], list[int]] = {}
@@ -110,7 +110,7 @@ class Naming:
         fetched: set[str],
         has_more: Callable[[int], bool],
     ) -> list[Job]:
-        """Accept the arrivals whose named jobs are known by now, and refuse those that have waited long enough.
+        """Accept the arrivals whose named jobs are known by now, and reject those that have waited long enough.
 
         `is_quiet`: no other arrival is being taken or checked. `fetched`: names of arrivals that wait for a fetch.
         `has_more`: a user has files that are not taken yet, since too many of their jobs are queued. Returns the
@@ -120,7 +120,9 @@ class Naming:
         self._quiet_since = (self._quiet_since if self._quiet_since is not None else began) if is_quiet else None
         accepted: list[Job] = []
         ready: list[Ready] = []
-        for number in self._waiting_in_turn():
+        numbers = list(self._waiting)  # first those that the last pass did not reach
+        first = next((index for index, number in enumerate(numbers) if number > self._last_waiting), 0)
+        for number in numbers[first:] + numbers[:first]:
             waiting, now = self._waiting[number], self._clock()
             if not is_quiet and now - waiting.since < ARRIVALS_PATIENCE_SEC:
                 continue
@@ -132,8 +134,8 @@ class Naming:
             if len(ready) >= MAX_TOGETHER or any({other.name, str(other.id)} & set(named) for _, _, other in ready):
                 accepted += accept(ready)  # first the arrivals that this one names
                 ready = []
-            found = {name: self._named(name, job) for name in named}
-            missing = next((name for name, other in found.items() if other is None), None)
+            makers = {name: self._named(name, job) for name in named}
+            missing = next((name for name, other in makers.items() if other is None), None)
             if missing is not None and (self._may_still_come(waiting, now) or has_more(job.uid)):
                 continue
             unknown = self._unknown(missing, job, _key_of(missing, waiting.answer)) if missing is not None else None
@@ -143,7 +145,7 @@ class Naming:
             try:
                 if unknown is not None:
                     raise unknown
-                job = self._with_inputs(job, waiting.answer, {name: other for name, other in found.items() if other})
+                job = self._with_inputs(job, waiting.answer, {name: other for name, other in makers.items() if other})
             except HonedError as error:
                 locate(error, waiting.answer)
                 self._rejection.reject(waiting.pending.claim, error)
@@ -160,20 +162,13 @@ class Naming:
     def named_now(self, job: Job, answer: Passed) -> Job:
         """Return an accepted job, depending on the jobs that its new file names. Raises SpecError for a name that no
         job has by now."""
-        found = {name: self._named(name, job) for name in named_jobs(answer)}
-        for name, other in found.items():
+        makers = {name: self._named(name, job) for name in named_jobs(answer)}
+        for name, other in makers.items():
             if other is None:
                 raise self._unknown(name, job, _key_of(name, answer))
-        return self._with_inputs(job, answer, {name: other for name, other in found.items() if other})
-
-    def _waiting_in_turn(self) -> list[int]:
-        """Return the waiting arrivals, first those that the last pass did not reach."""
-        numbers = list(self._waiting)
-        at = next((index for index, number in enumerate(numbers) if number > self._last_waiting), 0)
-        return numbers[at:] + numbers[:at]
+        return self._with_inputs(job, answer, {name: other for name, other in makers.items() if other})
 
     def _may_still_come(self, waiting: _Waiting, now: float) -> bool:
-        """Return True while a job that an arrival names has not been missing for long enough to be given up."""
         missing_since = waiting.missing_since if waiting.missing_since is not None else now
         self._waiting[waiting.job.id] = replace(waiting, missing_since=missing_since)
         return now - max(missing_since, self._quiet_since or missing_since) < NAMED_JOB_PATIENCE_SEC
@@ -214,14 +209,13 @@ class Naming:
         )
 
     def _named_by(self, first: Iterable[str], uid: int) -> set[str]:
-        """Return these names, the names that this user's waiting arrivals of these names wait for, and so on."""
         seen: set[str] = set()
         ahead = list(first)
         while ahead:
-            found = ahead.pop()
-            if found not in seen:
-                seen.add(found)
-                ahead += self._names.wanted_by(found, uid)
+            name = ahead.pop()
+            if name not in seen:
+                seen.add(name)
+                ahead += self._names.wanted_by(name, uid)
         return seen
 
     def _with_inputs(self, job: Job, answer: Passed, named: dict[str, Listed]) -> Job:
@@ -240,17 +234,16 @@ def is_seen_by(other: Listed, job: Job, config: Config) -> bool:
 
 
 def named_jobs(answer: Passed) -> list[str]:
-    """Return the jobs that a spec names, each once: its dependencies, and the jobs whose outputs it starts from."""
+    """Return the jobs that a spec names: its dependencies, and the jobs whose outputs it starts from."""
     return list(dict.fromkeys([*map(str, answer.spec.get("depends_on") or ()), *answer.references.values()]))
 
 
 def locate(error: HonedError, answer: Passed) -> None:
-    """Add the line of its key to a refusal, where the answer has lines."""
+    """Add the line of its key to a rejection, where the answer has lines."""
     problem.locate(error, answer.spec, {(key,): line for key, line in answer.lines.items()})
 
 
 def _key_of(name: str, answer: Passed) -> str:
-    """Return the key with which a spec names a job."""
     return next((key for key, maker in answer.references.items() if maker == name), "depends_on")
 
 

@@ -27,7 +27,7 @@ class Rejection:
         """Reject an arrival for this reason."""
         try:
             self._reject(claim, error)
-        except Exception as problem:  # noqa: BLE001 - whatever it is, others are refused all the same
+        except Exception as problem:  # noqa: BLE001 - whatever it is, others are rejected all the same
             self.postpone(claim, problem)
 
     def postpone(self, claim: Claim, error: Exception) -> None:
@@ -46,8 +46,8 @@ class Rejection:
     def _reject(self, claim: Claim, error: HonedError) -> None:
         uid = claim.uid
         reason_path = self._arrivals.reject(claim, error, when=timestamp(time.time()))
-        for told in self.listeners:
-            told(claim.id, error.code, claim.arrived_at)
+        for listener in self.listeners:
+            listener(claim.id, error.code, claim.arrived_at)
         first = error.message.splitlines()[0] if error.message else ""
         more = f" (and {len(error.message.splitlines()) - 1} more)" if "\n" in error.message else ""
         log.warning(

@@ -7,12 +7,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from honed.daemon.arrivals.checkers import Checkers
+from honed.daemon.arrivals.line import Request
 from honed.job.job import Job
-from honed.job.plan_file import DatasetPlace, PlanFile
+from honed.job.plan_file import Earlier, PlanFile
 from honed.job.spool import Spool
 from honed.run.reply import Answer, Refused
 from honed.spec.config import Config
@@ -83,28 +84,17 @@ class Replanning:
         return done
 
     def _submit_edit(self, job: Job, path: Path) -> None:
-        self._checkers.submit(job.id, PersonPath.of(path, 1), self._config(), uid=job.uid)
+        self._checkers.submit(Request(job.id, PersonPath.of(path, 1), self._config(), uid=job.uid))
 
     def _submit(self, job: Job, made: dict[str, Path], device: Device | None) -> None:
         files = self._spool.files(job.id)
-        commit, pinned = None, None
-        places: dict[str, DatasetPlace] = {}
+        earlier = Earlier(made)
         unreadable = (OSError, ValueError, KeyError, TypeError)
         with contextlib.suppress(*unreadable):  # without a pinned commit, the branch's current one is used
             plan = PlanFile.read(files.plan_path)
-            commit = plan.base_model_commit
+            earlier = replace(earlier, commit=plan.base_model_commit)
             with contextlib.suppress(*unreadable):
-                pinned = plan.precision if plan.is_decided else None
-            places = plan.hub_datasets
-        commits = {key: place.commit for key, place in places.items()}
-        self._checkers.submit(
-            job.id,
-            files.spec_path,
-            self._config(),
-            device,
-            jobs=made,
-            commit=commit,
-            dataset_commits=commits,
-            pinned=pinned,
-            uid=job.uid,
-        )
+                earlier = replace(earlier, pinned=plan.precision if plan.is_decided else None)
+            commits = {key: place.commit for key, place in plan.hub_datasets.items()}
+            earlier = replace(earlier, dataset_commits=commits)
+        self._checkers.submit(Request(job.id, files.spec_path, self._config(), device, job.uid, earlier))

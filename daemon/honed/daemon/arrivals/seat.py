@@ -16,7 +16,7 @@ from honed.system.log import about
 
 log = logging.getLogger(__name__)
 
-#: Helpers that one job file may crash; after the second it is refused.
+#: Helpers that one job file may crash; after the second it is rejected.
 MAX_HELPERS_PER_REQUEST = 2
 
 
@@ -83,7 +83,7 @@ class Seat:
         return self._line.end(request, answer, is_late=is_late)
 
     def _revive(self) -> list[Answer]:
-        """Let a new helper have the request after the helper's death, or refuse it if it has crashed two."""
+        """Let a new helper have the request after the helper's death, or reject it if it has crashed two."""
         self.slot.drop()
         if (request := self.current) is None:
             return []

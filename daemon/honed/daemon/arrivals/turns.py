@@ -43,17 +43,17 @@ class Turns:
         return min(self.order(users), key=self.due)
 
     def take(self, uid: int | None, present: Iterable[int | None]) -> None:
-        """Begin a user's turn. `present`: those who wait for turns or have one; who is not saves up nothing."""
+        """Begin a user's turn. `present`: those who wait for turns or have one; absent users earn no credit."""
         self._now = min(map(self.due, (uid, *present)))
         due = self.due(uid)
         self._last.pop(uid, None)
         self._last[uid] = due
 
     def give_back(self, uid: int | None) -> None:
-        """Let a user, whose turn was in vain, be due at once."""
+        """Let a user whose turn was of no use be due at once."""
         self._last.pop(uid, None)
 
     def end(self) -> None:
-        """Begin anew, as nobody waits any more: whoever comes next owes nothing."""
+        """Reset, as nobody waits: the next user owes nothing."""
         self._now = 0.0
         self._last.clear()

@@ -1,4 +1,4 @@
-"""Watches incoming/ and tells which arrivals are complete.
+"""Watches incoming/ and finds which arrivals are complete.
 
 inotify only wakes the loop and gives hints: a flood makes it lose events. The scan is authoritative. A file is complete
 if it was renamed in, or was closed and then unchanged for a moment, or unchanged for `settle_sec` with no writer.
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 CLOSED_SETTLE_SEC = 0.25
 
 
-#: Kinds of events that are asked for. Files that are opened, read and closed are not: honed itself opens each arrival.
+#: Kinds of events that are asked for. Files that are opened, read and closed are not: honed itself opens every arrival.
 _ARRIVED = InotifyConstants.IN_CLOSE_WRITE | InotifyConstants.IN_MOVED_TO
 _GONE = InotifyConstants.IN_CREATE | InotifyConstants.IN_DELETE | InotifyConstants.IN_MOVED_FROM
 _MASK = _ARRIVED | _GONE | InotifyConstants.IN_MODIFY | InotifyConstants.IN_ONLYDIR
@@ -59,12 +59,12 @@ class _Events:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
             return
-        place = 0
-        while place < len(data):
-            _, mask, _, length = _HEADER.unpack_from(data, place)
-            place += _HEADER.size
-            yield mask, os.fsdecode(data[place : place + length].rstrip(b"\0"))
-            place += length
+        position = 0
+        while position < len(data):
+            _, mask, _, length = _HEADER.unpack_from(data, position)
+            position += _HEADER.size
+            yield mask, os.fsdecode(data[position : position + length].rstrip(b"\0"))
+            position += length
 
     def close(self) -> None:
         os.close(self.fd)
@@ -84,7 +84,7 @@ class _Sighting:
 
 
 class Watcher:
-    """A watched directory. `follow` is told of the descriptor that becomes readable when there are events: the old one,
+    """A watched directory. `follow` gets the descriptor that becomes readable when there are events: the old one,
     and the new one."""
 
     def __init__(
@@ -215,14 +215,14 @@ class Watcher:
     def is_whole(self, path: PersonPath, as_of: float | None = None) -> bool:
         """Return True if nobody is still writing this arrival, as far as can be known.
 
-        It is judged by the events of which `take_hinted` told, and by the time `as_of` (monotonic seconds; None: now).
+        It is judged by the events that `take_hinted` returned, and by the time `as_of` (monotonic seconds; None: now).
         So of the files that are judged by the same, none is whole for having been looked at later than another.
         """
-        info = next((found for _, found in untrusted.infos(path.parent, [path.name])), None)
+        info = next((info for _, info in untrusted.infos(path.parent, [path.name])), None)
         if info is None:
             return False
         if not stat.S_ISREG(info.st_mode):
-            return True  # it will be refused: no need to wait
+            return True  # it will be rejected: no need to wait
         is_told = path.name not in self._hinted
         was_moved, was_closed = is_told and path.name in self._moved, is_told and path.name in self._closed
         if was_moved:

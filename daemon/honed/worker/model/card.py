@@ -27,7 +27,7 @@ class Facts(TypedDict):
 def made(assignment: Assignment, facts: Facts, *, manifest: str) -> str:
     """Return the model card of an output; `manifest` names the file beside it that has the rest."""
     spec, metrics = assignment.spec, facts["metrics"]
-    if kinds.of(spec).makes == "merged":
+    if kinds.of(spec).merges:
         return _merged(assignment, facts, manifest)
     kind = "LoRA adapter" if spec.lora or spec.adapter else "fully fine-tuned model"
     library = "peft" if spec.lora or spec.adapter else "transformers"

@@ -21,7 +21,7 @@ from honed.inputs import basemodel
 from honed.job import fence, tree
 from honed.job.plan_file import Identity
 from honed.spec import export as exports
-from honed.system import durable, rename
+from honed.system import durable, record, rename
 from honed.system.error import EnvironmentInvalidError, InterruptedRunError, TimeLimitError
 from honed.worker.assignment import Assignment
 from honed.worker.model import adapter, card, config_file, generation, leftover, serving, tokenizer_files
@@ -225,7 +225,7 @@ def sync(directory: Path) -> None:
 
 def _owner(target: Path) -> tuple[int, str] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return Identity.from_dict(json.loads((target / MANIFEST).read_bytes())["job"]).owner
+        return record.read(Identity, json.loads((target / MANIFEST).read_bytes())["job"]).owner
     return None
 
 

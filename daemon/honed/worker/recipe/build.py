@@ -133,7 +133,7 @@ def _trainer(
     args = arguments.arguments(
         job,
         has_eval=data.held_out is not None,
-        has_media=data.media is not None,
+        padded=data.padded,
         is_resumed=resumed is not None,
         loss_type=start.progress.loss_type,
     )

@@ -24,6 +24,7 @@ import honed
 from honed.inputs.datadir import files_of
 from honed.job import tree
 from honed.job.row_cache import FILES
+from honed.spec import kind
 from honed.spec.spec import DatasetSpec
 from honed.system import installed
 from honed.text.chat import ChatFormat
@@ -62,6 +63,7 @@ def key(job: Assignment, chat: ChatFormat, datasets: Sequence[DatasetSpec], hash
         "chat_template_kwargs": spec.chat_template_kwargs,
         "date": str(job.date) if any("strftime_now" in template for template in templates) else None,
         "max_length": spec.training.cut_at,
+        "form": kind.of(spec).form,
     }
     return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

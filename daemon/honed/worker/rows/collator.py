@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from honed.inputs.media import Media
@@ -95,6 +96,30 @@ class Collator:
             if name not in tensors
         }
         return tensors | more
+
+
+class AnswerCollator:
+    """Collation of rows with several answers: each is a row of the batch, those of one row one after the other."""
+
+    def __init__(self, *, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:
+        self._pad_token_id, self._multiple = pad_token_id, pad_to_multiple_of
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        import torch
+
+        answers = [
+            {name: torch.tensor([row[name][start:end]]) for name in ("input_ids", "labels")}
+            for row in rows
+            for start, end in pairwise(accumulate(row["answers"], initial=0))
+        ]
+        return merge(
+            answers,
+            (),
+            side="right",
+            dtype="float32",  # of numbers other than tokens: there are none
+            pad_token_id=self._pad_token_id,
+            pad_to_multiple_of=self._multiple,
+        )
 
 
 def merge(

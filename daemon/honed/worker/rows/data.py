@@ -17,6 +17,7 @@ from honed.check.policy import Named
 from honed.inputs import dataset
 from honed.inputs.census import Census
 from honed.inputs.datadir import files_of
+from honed.inputs.form import base as forms
 from honed.job.shape import Segment
 from honed.job.trial import NUM_ROWS
 from honed.spec import kind
@@ -79,8 +80,8 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, as trained on."""
-        return int(self.lengths.max(initial=0))
+        """Tokens of the longest answer, as trained on."""
+        return int(self.table.column("longest")[self.places].max(initial=0))
 
     @cached_property
     def _hashes(self) -> npt.NDArray[np.int64]:
@@ -115,6 +116,7 @@ class Data:
     counts: dict[str, object]  #: as in the event `data`
     hashes: dict[str, str]  #: sha256 of each file, as it was when it was read
     media: MediaRows | None  #: None where all rows are text
+    num_answers: int  #: of each row
     read: tuple[dataset.Counts, ...]  #: of each data set, including those held out
     num_dropped: int  #: skipped, of the rows to train on and of those held out
     first_dropped: str
@@ -139,6 +141,13 @@ class Data:
     @property
     def _all(self) -> list[Rows]:
         return _each_once(self.train, self.held_out)
+
+    @property
+    def padded(self) -> str:
+        """What the rows have for which honed's own collator batches them, which only pads; empty if it is nothing."""
+        if self.num_answers > 1:
+            return "several answers"
+        return "images, videos or sounds" if self.media is not None else ""
 
     @property
     def longest(self) -> int:
@@ -213,11 +222,12 @@ def build(
     maker, tables = _tables(assignment, chat, stop, load_processor, warn, is_ahead=is_ahead)
     is_evaluation = kind.of(spec).freezes_base
     places, held_out = _divided(assignment, tables)
-    max_length, media = spec.training.cut_at, maker.media
-    train = select(tables[0], places, max_length, has_media=media is not None)
+    max_length, media, num_answers = spec.training.cut_at, maker.media, forms.of(kind.of(spec).form).num_answers
+    further = [*(["source"] if media is not None else []), *(["answers"] if num_answers > 1 else [])]
+    train = select(tables[0], places, max_length, further)
     evaluated = train if is_evaluation else None
     if len(held_out) and not is_evaluation:
-        evaluated = select(tables[-1], held_out, max_length, has_media=media is not None)
+        evaluated = select(tables[-1], held_out, max_length, further)
     both = _each_once(train, evaluated)
     _check_silenced(both)
     _check_left(train, evaluated, len(places), len(held_out), spec)
@@ -265,6 +275,7 @@ def build(
         counts,
         dict(maker.hashes),
         media,
+        num_answers,
         read,
         num_dropped,
         first_dropped,
@@ -337,13 +348,13 @@ def _each_once(train: Rows, held_out: Rows | None) -> list[Rows]:
     return [train] if held_out is None or held_out is train else [train, held_out]
 
 
-def select(table: Table, places: npt.NDArray[np.int64], max_length: int | None, *, has_media: bool) -> Rows:
+def select(table: Table, places: npt.NDArray[np.int64], max_length: int | None, further: Sequence[str]) -> Rows:
     """Return the rows of a table at these places that can be trained on, with reports on those that cannot."""
     fates, whole, lengths = (table.column(name)[places] for name in ("fate", "whole", "length"))
     kept = places[fates == Fate.KEPT]
     is_cut: npt.NDArray[np.bool_] = np.zeros(len(places), bool)
     if max_length is not None:
-        is_cut = (whole > max_length) & ((fates == Fate.KEPT) | (fates == Fate.CUT_OFF))
+        is_cut = (whole > lengths) & (fates == Fate.KEPT) | (whole > max_length) & (fates == Fate.CUT_OFF)
 
     def remarks(fate: Fate, number: int) -> list[Remark]:
         return [table.remark(int(place)) for place in places[fates == fate][:number]]
@@ -359,7 +370,7 @@ def select(table: Table, places: npt.NDArray[np.int64], max_length: int | None, 
     return Rows(
         table,
         kept,
-        _selected(table.dataset(has_media=has_media), kept),
+        _selected(table.dataset(*further), kept),
         lengths[fates == Fate.KEPT],
         frozenset(record.KINDS[kind] for kind in kinds),
         num_trained_tokens=int(table.column("trained")[kept].sum()),

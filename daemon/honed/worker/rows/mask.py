@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from honed.job.event import EventWriter
@@ -37,13 +37,14 @@ def check(trainer: Any, data: Data, chat: ChatFormat, events: EventWriter) -> No
         batches = list(itertools.islice(iter(trainer.get_train_dataloader()), NUM_BATCHES))
     for batch in batches:
         is_packed = trainer.args.packing or "attention_mask" not in batch
-        for input_ids, labels in examples(batch):
-            _check_example(input_ids, labels, data.train, chat, forbidden, is_packed=is_packed)
+        sequences = examples(batch)
+        while answers := list(itertools.islice(sequences, data.num_answers)):
+            _check_row(answers, data.train, chat, forbidden, is_packed=is_packed)
     _hint(batches, data.train, events)
 
 
 def examples(batch: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the examples of a batch, without padding, and packed rows one by one."""
+    """Yield the examples of a batch, answer by answer, without padding, and packed rows one by one."""
     if "attention_mask" in batch:
         for ids, labels, seen in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
             yield ids[seen.bool()].tolist(), labels[seen.bool()].tolist()
@@ -56,15 +57,15 @@ def examples(batch: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
         yield ids[start:end], labels[start:end]
 
 
-def _check_example(
-    input_ids: list[int],
-    labels: list[int],
+def _check_row(
+    answers: Sequence[tuple[list[int], list[int]]],
     rows: Rows,
     chat: ChatFormat,
     forbidden: frozenset[int],
     *,
     is_packed: bool,
 ) -> None:
+    input_ids = [token for ids, _ in answers for token in ids]
     place = rows.place(input_ids)
     if place is None and is_packed:  # packing that splits rows: a piece is no whole turn
         return
@@ -73,11 +74,12 @@ def _check_example(
             f"a batch contains tokens that belong to no row: {quote.mark(repr(chat.tokens.decode(input_ids)[:200]))}",
             hint=_HINT,
         )
-    # The first token is never predicted; packing masks it for its own reasons.
-    labels = [rows.dataset[place]["labels"][0], *labels[1:]]
-    chat.check_trained(
-        input_ids, labels, rows.examples[place], is_truncated=rows.is_truncated(place), placeholder_ids=forbidden
-    )
+    row, is_truncated, start = rows.dataset[place], rows.is_truncated(place), 0
+    for (ids, labels), example in zip(answers, rows.examples[place].answers, strict=True):
+        # The first token is never predicted; packing masks it for its own reasons.
+        trained = [row["labels"][start], *labels[1:]]
+        chat.check_trained(ids, trained, example, is_truncated=is_truncated, placeholder_ids=forbidden)
+        start += len(ids)
 
 
 def _hint(batches: list[dict[str, Any]], rows: Rows, events: EventWriter) -> None:

@@ -104,6 +104,7 @@ _FIELDS = tuple(Example.__dataclass_fields__)
 #: The numbers of a row, by their columns.
 NUMBERS: dict[str, str] = {
     "length": "int32",  # tokens, after truncation; 0 for rows that are not kept
+    "longest": "int32",  # of these, those of its longest answer
     "whole": "int32",  # tokens before truncation; 0 if the row could not be encoded
     "trained": "int32",  # tokens that are predicted and trained on
     "max_id": "int32",
@@ -126,6 +127,7 @@ class Batch:
     trained: npt.NDArray[np.bool_]
     numbers: dict[str, npt.NDArray[Any]]
     remarks: list[bytes | None]
+    answers: list[list[int] | None]  #: of rows with several: the tokens of each
 
     @property
     def labels(self) -> npt.NDArray[np.int32]:
@@ -141,6 +143,7 @@ class Builder:
     _trained: bytearray = field(default_factory=bytearray)
     _numbers: list[tuple[int, ...]] = field(default_factory=list)
     _remarks: list[bytes | None] = field(default_factory=list)
+    _answers: list[list[int] | None] = field(default_factory=list)
 
     def add(self, example: Example, whole: Encoded | DatasetError, *, source: int = -1) -> Fate:
         """Add a row, or the error that makes it unusable, and return its fate."""
@@ -154,17 +157,16 @@ class Builder:
         group = example.dataset_index, _hash(example.tags)
         if isinstance(cut, DatasetError):
             return self._drop(_fate(cut), content, group, num_whole, Remark((), None, reason(example, cut), cut.hint))
-        trained = cut.trained
-        num_trained = trained.count(True) - (1 if trained and trained[0] else 0)  # the first token is never predicted
-        if not num_trained:
+        if not (num_trained := cut.num_predicted):
             why = f"{where(example)}: nothing to train on in its first {self.max_length} tokens"
             return self._drop(Fate.CUT_OFF, content, group, num_whole, Remark((), None, why))
         ids = cut.input_ids
         self._ids.extend(ids)
-        self._trained += bytes(trained)
+        self._trained += bytes(cut.trained)
+        tokens = len(ids), cut.longest, num_whole, num_trained, max(ids), hash(tuple(ids))
         digest, kind, order = content
-        numbers = (len(ids), num_whole, num_trained, max(ids), hash(tuple(ids)), digest, 0, kind, order, source, *group)
-        self._numbers.append(numbers)
+        self._numbers.append((*tokens, digest, 0, kind, order, source, *group))
+        self._answers.append([len(answer.input_ids) for answer in cut.answers] or None)
         is_remarkable = cut.omitted or cut.mismatch
         self._remarks.append(pickle.dumps(Remark(cut.omitted, cut.mismatch), 5) if is_remarkable else None)
         return Fate.KEPT
@@ -173,7 +175,8 @@ class Builder:
         self, fate: Fate, content: tuple[int, int, int], group: tuple[int, int], num_whole: int, remark: Remark
     ) -> Fate:
         digest, kind, order = content
-        self._numbers.append((0, num_whole, 0, 0, 0, digest, int(fate), kind, order, -1, *group))
+        self._numbers.append((0, 0, num_whole, 0, 0, 0, digest, int(fate), kind, order, -1, *group))
+        self._answers.append(None)
         self._remarks.append(pickle.dumps(remark, 5))
         return fate
 
@@ -183,8 +186,9 @@ class Builder:
         numbers = {
             name: np.array(column, dtype) for (name, dtype), column in zip(NUMBERS.items(), columns, strict=True)
         }
-        made = Batch(np.array(self._ids, "int32"), np.array(self._trained, "bool"), numbers, self._remarks)
-        self._ids, self._trained, self._numbers, self._remarks = array("i"), bytearray(), [], []
+        ids, trained = np.array(self._ids, "int32"), np.array(self._trained, "bool")
+        made = Batch(ids, trained, numbers, self._remarks, self._answers)
+        self._ids, self._trained, self._numbers, self._remarks, self._answers = array("i"), bytearray(), [], [], []
         return made
 
 

@@ -1,6 +1,7 @@
 """Encoded rows in Arrow files, memory-mapped: of a million rows, some numbers of each are held in memory.
 
-    rows/<key>/tokens.arrow     input_ids and labels, as the trainer reads them; beside media `source`
+    rows/<key>/tokens.arrow     input_ids and labels, as the trainer reads them; beside media `source`; of rows with
+                                several answers, which lie end to end, the tokens of each
                rows.arrow       each row as it was read, its numbers, and remarks (see record.py)
                MANIFEST.json    the sizes and hashes of the two, and what was read to make them
 
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MANIFEST, TOKENS, ROWS = "MANIFEST.json", "tokens.arrow", "rows.arrow"
-_TOKENS_SCHEMA = pa.schema({"input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32()), "source": pa.int32()})
+_IDS = pa.list_(pa.int32())
+_TOKENS_SCHEMA = pa.schema({"input_ids": _IDS, "labels": _IDS, "source": pa.int32(), "answers": _IDS})
 _ROWS_SCHEMA = pa.schema(
     {"example": pa.binary(), "remark": pa.binary()} | {name: pa.type_for_alias(kind) for name, kind in NUMBERS.items()}
 )
@@ -71,12 +73,11 @@ class Table:
         chunks = (chunk.is_valid().to_numpy(zero_copy_only=False) for chunk in self._rows["remark"].chunks)
         return np.concatenate([np.zeros(0, bool), *chunks])
 
-    def dataset(self, *, has_media: bool) -> Any:
-        """Return the rows' tokens as a datasets.Dataset."""
+    def dataset(self, *further: str) -> Any:
+        """Return the rows' tokens as a datasets.Dataset, with further columns: `source`, `answers`."""
         from datasets import Dataset
 
-        made = Dataset.from_file(str(self.directory / TOKENS))
-        return made if has_media else made.remove_columns(["source"])
+        return Dataset.from_file(str(self.directory / TOKENS)).select_columns(["input_ids", "labels", *further])
 
 
 class Examples(Sequence[Example]):
@@ -143,7 +144,8 @@ class Writer:
         """Write rows, in order; `blobs` are their examples, packed."""
         offsets = np.concatenate([np.zeros(1, "int32"), np.cumsum(batch.numbers["length"], dtype="int32")])
         columns = [pa.ListArray.from_arrays(offsets, pa.array(values)) for values in (batch.ids, batch.labels)]
-        self._tokens.write_batch(pa.record_batch([*columns, pa.array(batch.numbers["source"])], schema=_TOKENS_SCHEMA))
+        columns += [pa.array(batch.numbers["source"]), pa.array(batch.answers, _IDS)]
+        self._tokens.write_batch(pa.record_batch(columns, schema=_TOKENS_SCHEMA))
         numbers = [pa.array(batch.numbers[name]) for name in NUMBERS]
         examples, remarks = pa.array(blobs, pa.binary()), pa.array(batch.remarks, pa.binary())
         self._rows.write_batch(pa.record_batch([examples, remarks, *numbers], schema=_ROWS_SCHEMA))

@@ -20,21 +20,22 @@ from honed.worker.assignment import Assignment
 #: Keys of a spec that may end up different: the first is set by honed, and so is the second in a resumed run;
 #: transformers has another name for the third.
 _RENAMED_KEYS = ("save_total_limit", "eval_on_start", "include_num_input_tokens_seen")
-#: TRL's changes to a data set before training that would separate rows from their media.
-_NOT_BESIDE_MEDIA = ("packing", "padding_free", "shuffle_dataset")
+#: TRL's changes to a data set before training that would separate rows from their media, or answers from their row.
+_NOT_WITH_PADDING = ("packing", "padding_free", "shuffle_dataset")
 
 
 def arguments(
     assignment: Assignment,
     *,
     has_eval: bool,
-    has_media: bool = False,
+    padded: str = "",
     is_resumed: bool = False,
     loss_type: str | None = None,
 ) -> SFTConfig:
     """Return the SFTConfig: the user's keys override honed's defaults and TRL's, and the plan's decisions override all.
 
-    `loss_type` is the one with which a resumed run was begun.
+    `padded` names what the rows have for which honed's own collator batches them; `loss_type` is the one with which a
+    resumed run was begun.
     """
     spec, precision = assignment.spec, assignment.precision
     asked = spec.training.as_kwargs()
@@ -53,9 +54,9 @@ def arguments(
     elif spec.training.load_best_model_at_end and not {"save_strategy", "save_steps"} & set(asked):
         defaults |= _saved_as_evaluated(defaults | asked)
     needs_preparing = asked.get("packing") or asked.get("shuffle_dataset") or asked.get("use_liger_kernel")
-    if has_media and (unfit := [name for name in _NOT_BESIDE_MEDIA if asked.get(name)]):
+    if padded and (unfit := [name for name in _NOT_WITH_PADDING if asked.get(name)]):
         raise SpecError(
-            f"training.{unfit[0]}: not supported for rows with images, videos or sounds",
+            f"training.{unfit[0]}: not supported for rows with {padded}",
             hint="such rows are padded, one per line of the batch; remove the key",
         )
     settled: dict[str, Any] = {
@@ -70,12 +71,12 @@ def arguments(
         "save_total_limit": None,  # honed removes them: see checkpoint.rotate
         "logging_nan_inf_filter": False,  # or a loss that is not a number would be shown as the one before it
         "restore_callback_states_from_checkpoint": True,
-        "dataset_kwargs": None if needs_preparing and not has_media else {"skip_prepare_dataset": True},
+        "dataset_kwargs": None if needs_preparing and not padded else {"skip_prepare_dataset": True},
     }
     settled |= _batch(assignment)
     if is_resumed:
         settled["eval_on_start"] = False  # the run began in an earlier attempt
-    if has_media:
+    if padded:
         settled["remove_unused_columns"] = False  # our collator reads more than a model does
     if "max_seq_length" in (field.name for field in dataclasses.fields(SFTConfig)):
         # Unsloth's own key; without it, Unsloth takes a max_length equal to TRL's default for one that nobody has set.

@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 from honed.worker.assignment import Assignment
 from honed.worker.parallel import ALONE, Ranks
 from honed.worker.rows import prefix
-from honed.worker.rows.collator import Collator
+from honed.worker.rows.collator import AnswerCollator, Collator
 from honed.worker.rows.data import Data
 from honed.worker.train import arguments, share
 from honed.worker.train.checkpoint import Progress
@@ -158,7 +158,9 @@ def _held_out(data: Data, args: SFTConfig) -> Any:
 
 
 def _collator(assignment: Assignment, data: Data, tokenizer: Any, args: SFTConfig) -> Any:
-    """Return honed's collator for rows with media, and None, for TRL's own, for rows of text."""
+    """Return honed's collator for rows with media or with several answers, and None, for TRL's own, for other rows."""
+    if data.num_answers > 1:
+        return AnswerCollator(pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=args.pad_to_multiple_of)
     if data.media is None:
         return None
     return Collator(
