@@ -164,7 +164,6 @@ def _gpu_fault(slurm: SlurmConfig, answers: list[dict[str, Any]]) -> tuple[Statu
 
 @contextlib.contextmanager
 def _held(directory: Path) -> Iterator[None]:
-    """Hold a lock for a while."""
     with (directory / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
