@@ -60,7 +60,7 @@ class Clock:
             try:
                 result = inner(*args, **kwargs)
                 if name == "checkpoint":
-                    args[0].settle()  # wait until it is in place
+                    args[0].finish_save()  # wait until it is in place
                 return result
             finally:
                 self._add(name, began)

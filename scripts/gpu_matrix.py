@@ -36,6 +36,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "daemon")]
 
 from honed.check import preflight  # noqa: E402
+from honed.check.checklist import Asked  # noqa: E402
 from honed.job import event, history  # noqa: E402
 from honed.job.database import Database  # noqa: E402
 from honed.job.job import Attempt, Job  # noqa: E402
@@ -456,9 +457,7 @@ def plan(bench: Bench, number: int, cell: Cell) -> Row | None:
     spec_path = layout.dir / "spec.json"
     spec_path.write_text(json.dumps(bench.spec(cell)))
     try:
-        verdict = preflight.check(
-            spec_path, layout=bench.layout, config=bench.config, device=bench.device, job_id=number
-        )
+        verdict = preflight.check(spec_path, Asked(bench.layout, bench.config, bench.device, job_id=number))
     except HonedError as error:
         return Row(cell, REFUSED, code=error.code, message=error.message)
     made = verdict.plan

@@ -294,7 +294,8 @@ class Simulation:
             self._attempts,
             placement,
             self._shares,
-            self._selection,
+            obstacles,
+            self._selection.startable,
             now=lambda: Moment(self.now),
         )
         self._coming = deque(sorted(workload.tasks, key=lambda task: task.at))

@@ -91,10 +91,11 @@ def prepare(root: Path) -> None:
     }
     plan = {
         "job": {"id": 1, "name": "a", "instance": "/i"},
+        "date": "2026-11-29T10:00:00+00:00",
         "spec": spec,
         "base_model_path": str(model_dir),
         "output_dir": str(root / "out" / OUTPUT),
-        "backend": {"name": "transformers"},
+        "backend": {"name": "transformers", "reasons": []},
         "precision": precision,
     }
     layout.plan_path.write_text(json.dumps(plan))

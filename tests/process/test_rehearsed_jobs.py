@@ -43,6 +43,7 @@ def refuse(instance: Instance, name: str) -> str:
 def test_what_peft_refuses_is_refused_before_the_queue_and_the_answer_is_kept(
     instance: Instance, num_loops: int
 ) -> None:
+    instance.configure("[spool]\nsettle_sec = 0.1\n")
     instance.start()
     with busy(num_loops):
         first = refuse(instance, "first")

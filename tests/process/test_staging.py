@@ -158,28 +158,6 @@ def test_honed_ends_and_starts_again_while_a_job_is_staged(busy: Instance, numbe
     assert len(job.attempts) == len(busy.starts(job)) == 1
 
 
-def test_a_staged_worker_that_no_entry_knows_is_ended(instance: Instance) -> None:
-    instance.environment["HONED_TEST_COLD_WORKERS"] = (
-        "1"  # its shims are processes of their own, as the machine shows them
-    )
-    busy = make_busy(instance)
-    job = busy.job("succeed")
-    assert job is not None
-    pid = worker_of(busy, job)
-    busy.kill(signal.SIGKILL)
-    path = busy.layout.spool_dir / "queued" / f"{job.id}.json"
-    entry = json.loads(path.read_text())  # as a crash in a move leaves it:
-    path.write_text(
-        json.dumps({**entry, "staged_at": None, "revision": entry["revision"] + 1})
-    )  # as of a crash in a move
-    busy.start()
-    wait_for(lambda: not is_there(pid), what="the end of the worker")
-    wait_staged_again(busy, "succeed", 2)
-    go(busy)
-    assert len(ended(busy).attempts) == 1
-    assert not list((busy.layout.spool_dir / "corrupt").glob("*"))
-
-
 def test_a_worker_that_was_not_let_through_before_a_crash_is_let_through_after_it(busy: Instance) -> None:
     job = busy.job("succeed")
     assert job is not None

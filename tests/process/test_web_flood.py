@@ -22,6 +22,7 @@ from test_report import HOSTILE
 from test_web import SHARED, TOKEN, Web, drain, request_head, tell_much
 
 from honed.page.place import SHARES, Kind
+from honed.page.server import BACKLOG
 from waiting import wait_for
 
 #: Puts the sockets with these numbers where systemd puts them, and becomes honed-web.
@@ -167,6 +168,13 @@ def need_users(*kinds: Kind) -> None:
         pytest.skip("only root can connect as other users")
 
 
+def halt(web: Activated) -> None:
+    """Stop honed-web where it is, until SIGCONT."""
+    web.process.send_signal(signal.SIGSTOP)
+    status = Path(f"/proc/{web.process.pid}/stat")
+    wait_for(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", what="its halt")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_clients_that_read_no_answer_take_only_the_places_of_their_kind(web: Activated, kind: Kind) -> None:
     need_users(kind)
@@ -211,9 +219,7 @@ def test_connections_that_never_finish_a_request_give_way_to_those_that_do(web: 
 
 def test_a_request_that_comes_with_its_connection_is_read_whatever_comes_behind_it(web: Activated) -> None:
     assert web.ask_as(Kind.UNKNOWN).status == 200
-    web.process.send_signal(signal.SIGSTOP)
-    status = Path(f"/proc/{web.process.pid}/stat")
-    wait_for(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", what="its halt")
+    halt(web)
     (first,) = web.connect(Kind.UNKNOWN)
     first.sendall(head(Kind.UNKNOWN, "/api/jobs"))
     crowd = web.connect(Kind.UNKNOWN, MANY)  # they wait in the kernel
@@ -291,3 +297,32 @@ def test_who_connects_as_fast_as_it_can_leaves_room_for_root_and_for_others(web:
             assert hammer.poll() is None
         finally:
             hammer.kill()
+
+
+#: Connects as another user, one after the other, and waits for the answer to the last.
+CROWD = """
+import os, socket, sys
+address, uid, count = bytes.fromhex(sys.argv[1]), *map(int, sys.argv[2:])
+os.setgroups([]); os.setgid(uid); os.setuid(uid)
+held = []
+for _ in range(count):
+    held.append(socket.socket(socket.AF_UNIX))
+    held[-1].connect(address)
+    del held[:-200]
+print(held[-1].recv(12).decode())
+"""
+
+
+def test_a_crowd_leaves_room_for_root_while_honed_web_is_busy(web: Activated) -> None:
+    need_users(Kind.USER)
+    assert web.ask_as(Kind.ROOT).status == 200
+    halt(web)
+    words = [sys.executable, "-c", CROWD, web.address_of_unix.hex(), str(FIRST_UID), str(2 * BACKLOG)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_SEC, check=True)
+    assert ended.stdout == "HTTP/1.1 503\n"
+    with socket.socket(socket.AF_UNIX) as root:
+        root.setblocking(False)  # it does not wait for room
+        root.connect(web.address_of_unix)
+        web.process.send_signal(signal.SIGCONT)
+        _patient(root).sendall(head(Kind.ROOT, "/api/jobs"))
+        assert read(root).status == 200

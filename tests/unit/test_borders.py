@@ -178,7 +178,7 @@ LIST = COMPLETION - {"honed.cli.job_numbers"} | {
         "honed.cli.nearest",
         "honed.cli.terminal",
     ),
-    *("honed.job", "honed.job.change", "honed.job.job", "honed.job.progress"),
+    *("honed.job", "honed.job.change", "honed.job.job", "honed.job.progress", "honed.spec", "honed.spec.kind"),
     *("honed.system.argument", "honed.system.clock"),
     *("argparse", "dataclasses", "decimal", "inspect", "pygments", "rich", "shutil"),
 }

@@ -1,4 +1,4 @@
-"""Classes and functions are small enough to be held in mind: their lines, and what a class of the daemon's keeps."""
+"""Classes and functions are small enough to be held in mind: their lines, and what an object keeps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ TOP = Path(honed.__file__).parent
 MAX_LINES = 250
 MAX_FUNCTION_LINES = 90
 MAX_ATTRIBUTES = 15
+#: A record of that many keys in a file: what a checkpoint has beside weights and state.
+RECORDS = {"Progress"}
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
@@ -57,8 +59,8 @@ def test_no_function_is_too_long() -> None:
     assert not long, "\n".join(long)
 
 
-def test_no_class_of_the_daemons_side_keeps_too_much() -> None:
-    kept = [(len(attributes(each)), path, each.name) for path, each in classes() if not path.startswith("worker/")]
+def test_no_class_keeps_too_much() -> None:
+    kept = [(len(attributes(each)), path, each.name) for path, each in classes() if each.name not in RECORDS]
     full = [f"{path}: {name} has {num} attributes" for num, path, name in kept if num > MAX_ATTRIBUTES]
     assert not full, "\n".join(full)
 

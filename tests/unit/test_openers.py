@@ -23,7 +23,7 @@ OTHERS = {"webbrowser", "untrusted"}
 #: Reason → the functions that it is of, by module.
 REASONS = {
     "honed's own: a directory where no person and no worker can write": {
-        "daemon/placement.py": "Placement.tell",
+        "daemon/placement.py": "Placement.report",
         "job/arrival.py": "_recover_place",
         "job/corrupt.py": "Corrupt.names",
         "job/editing.py": "Edits._is_made Edits.make",
@@ -91,15 +91,13 @@ REASONS = {
         "cli/editing.py": "_from_file _in_editor _is_kept _make",
         "cli/foreign.py": "_dataset_of _script _settings _trl",
         "cli/init.py": "_checked",
-        "cli/instance.py": "Instance.submit",
         "cli/job_numbers.py": "_entries",
         "cli/joblog.py": "_has_journal",
         "cli/launch.py": "is_script read",
-        "cli/reference.py": "main pages",
         "cli/sandbox.py": "open_up",
         "cli/setup.py": "_alone _digest _environments _forget_unfinished is_free remove_old",
         "cli/stage.py": "_tree stage",
-        "cli/submission.py": "try_out",
+        "cli/submission.py": "_send try_out",
         "job/arrival.py": "drop",
     },
     "runs as the job's submitter, under a deadline": {

@@ -174,12 +174,12 @@ def test_a_prompt_that_is_not_what_stands_before_the_last_turn_is_found(
     found.add("row 1", mismatch, row)
     if parts is None:
         assert mismatch is None
-        assert found.told(1, chat.advice.on_asking(found)) == ""
+        assert found.message(1, chat.advice.on_asking(found)) == ""
         return
     assert mismatch is not None
     assert mismatch.asked.endswith(parts[0])
     assert parts[1] in mismatch.trained
-    assert helps in found.told(1, chat.advice.on_asking(found))
+    assert helps in found.message(1, chat.advice.on_asking(found))
 
 
 def test_rows_that_lose_something_are_counted_and_told_before_training(make_job: MakeJob) -> None:

@@ -17,7 +17,7 @@ from honed.worker.train.prediction import Question
 
 def told(questions: list[Question], path: Path) -> list[dict[str, object]]:
     events = EventWriter(path)
-    thumbnail.tell(questions, events)
+    thumbnail.emit(questions, events)
     events.close()
     return [event.data for event in read(PersonPath.own(path), 0).events]
 

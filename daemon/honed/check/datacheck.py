@@ -17,7 +17,7 @@ from honed.inputs import basemodel, datadir, dataset
 from honed.inputs.basemodel import BaseModelInfo
 from honed.inputs.datadir import files_of
 from honed.inputs.media import PLURAL
-from honed.inputs.row import told_unread
+from honed.inputs.row import unread_message
 from honed.job.plan_file import RowNeeds
 from honed.plan import activation, prefix, row_needs
 from honed.plan.activation import Row
@@ -288,7 +288,7 @@ def _untrained(each: DatasetSpec, found: dataset.Inspection) -> list[str]:
 
     Raises DatasetError if no row is left.
     """
-    told = [told_unread(found.unread, found.format)] if found.unread else []
+    told = [unread_message(found.unread, found.format)] if found.unread else []
     if not found.num_untrained:
         return told
     said = f"{found.num_untrained} of the first {found.num_rows} rows have weight 0 on every assistant turn"
@@ -301,7 +301,7 @@ def _untrained(each: DatasetSpec, found: dataset.Inspection) -> list[str]:
 
 def _told_together(found: dataset.Inspection) -> list[str]:
     """Return warnings about rows compared with one another: their order, repetitions, preference pairs."""
-    told, seen = found.census.told_orders(), "" if found.is_whole else "the first "
+    told, seen = found.census.order_messages(), "" if found.is_whole else "the first "
     if found.census.has_many_twice:
         told.append(f"{found.census.num_twice} of {seen}{found.num_rows} rows repeat an earlier row")
     if found.num_unpaired:
@@ -310,7 +310,7 @@ def _told_together(found: dataset.Inspection) -> list[str]:
             "yet: the label is ignored, so completions labelled false are trained on as well"
         )
     if found.num_nulled:
-        told.append(f"of {seen}{found.num_rows} rows, {dataset.told_nulled(found.num_nulled)}")
+        told.append(f"of {seen}{found.num_rows} rows, {dataset.nulled_message(found.num_nulled)}")
     return told
 
 
@@ -387,7 +387,7 @@ def _check_attached(
     named = "; ".join(found.broken)
     if job_spec.media.broken == "refuse" or found.num_broken == found.num_attached:
         hint = "relative paths are resolved against the data file's directory, or the data set's `media_dir`"
-        raise DatasetError(f"{each.path}: {told}: {named}", hint=hint)
+        raise DatasetError(f"{each.path}: {told}: {named}", hint=hint) from found.media_fault
     return [*warnings, f"{each.path}: {told}, and will be skipped: {named}"]
 
 

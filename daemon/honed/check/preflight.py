@@ -19,6 +19,7 @@ timeout:
     < {"id": 7, "ok": true, "spec": {…}, "plan": {…}, "output_dir": "/…", "warnings": […], "waits_for": {…},
        "needs_fetch": {"repo_id", "revision", "repo_type", …} | null, …}
     < {"id": 7, "ok": false, "error": {"code", "message", "hint", "evidence"?, "fix"?}}
+    < {"id": 7, "ok": null, "fault": "…"}
 
 run/reply.py has the answers' types, and their lines.
 """
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -52,17 +54,18 @@ from honed.job import entitlement
 from honed.job.plan_file import Earlier, PlanFile
 from honed.run.helper import READY, STAGE_BYTES
 from honed.run.rehearsed import Kept
-from honed.run.reply import Answer, Passed, Refused
+from honed.run.reply import Answer, Passed, Postponed, Refused
 from honed.spec import jobfile, kind, problem, spec, sweep
 from honed.spec.config import Config
 from honed.spec.document import Document
 from honed.spec.spec import JobSpec
 from honed.spec.sweep import Member
+from honed.system import durable, niceness, python, quote, record
 from honed.system import layout as layouts
-from honed.system import niceness, python, quote, record
 from honed.system.device import Device
 from honed.system.error import (
     DatasetError,
+    DegradedError,
     EnvironmentInvalidError,
     HonedError,
     InternalError,
@@ -72,13 +75,17 @@ from honed.system.error import (
 )
 from honed.system.layout import Layout
 from honed.system.log import trace
+from honed.system.printable import printable
 
 #: Bytes of address space for the helper: enough for pyarrow's pools and a large .json, without exhausting the machine.
 MAX_HELPER_BYTES = 4 * 1024**3
+#: Faults of the machine that may be the helper's own: it ends, and the next one begins afresh.
+OWN_ERRNOS = {errno.EMFILE, errno.ENOMEM}
 
 
 def check(spec_path: Path, asked: Asked, data: bytes | None = None) -> Verdict:
-    """Check a job file and everything it names. Raises a HonedError with place, cause and remedy for the first fault.
+    """Check a job file and everything it names. Raises a HonedError with place, cause and remedy for the first fault; a
+    DegradedError if the machine is at fault, which says nothing about the job.
 
     If the output of a job that it names is missing, or the base model or a data set has yet to be fetched, the rest is
     checked and nothing is planned. `data` is the file's content if it was read before; the file's name tells its
@@ -104,7 +111,8 @@ def check(spec_path: Path, asked: Asked, data: bytes | None = None) -> Verdict:
             raise
         lines = {str(path[0]): line for path, line in parsed.lines.items() if len(path) == 1}
         return replace(verdict, lines=lines)
-    except HonedError:
+    except HonedError as error:
+        _raise_machine_fault(error)
         raise
     except MemoryError as error:
         raise DatasetError(
@@ -112,10 +120,18 @@ def check(spec_path: Path, asked: Asked, data: bytes | None = None) -> Verdict:
             hint="use .jsonl or .parquet, which are read piece by piece",
         ) from error
     except OSError as error:
+        _raise_machine_fault(error)
         raise unreadable(EnvironmentInvalidError, error.filename or spec_path, error) from error
     except Exception as error:
         traceback.print_exc()
         raise unforeseen(error) from error
+
+
+def _raise_machine_fault(error: Exception) -> None:
+    """Raise DegradedError if an error comes from one of the system that no submitter can cause."""
+    if (cause := durable.cause_at_persons(error)) is not None:
+        told = said(error) if isinstance(error, HonedError) else durable.fault_at_persons(cause)
+        raise DegradedError(f"{told}", hint="this is no fault of the job: try again later") from cause
 
 
 def _members(parsed: Document, config: Config) -> tuple[Member, ...]:
@@ -204,7 +220,9 @@ def main() -> None:
     with contextlib.suppress(ConnectionError):  # the daemon is gone
         answers.write(READY + b"\n")
         for line in sys.stdin.buffer:
-            answers.write(_answer(line, layout, cache, progress, journal).to_line())
+            answers.write((answer := _answer(line, layout, cache, progress, journal)).to_line())
+            if isinstance(answer, Postponed) and answer.is_of_helper:
+                return
 
 
 def _stage_fd() -> int | None:
@@ -216,7 +234,9 @@ def _stage_fd() -> int | None:
     return fds[0] if fds else None  # None: the daemon is gone, and no line will follow
 
 
-def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progress, journal: TextIO) -> Answer:
+def _answer(
+    line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progress, journal: TextIO
+) -> Answer | Postponed:
     request_id: Any = None
     kept: list[Kept] = []
     try:
@@ -235,6 +255,9 @@ def _answer(line: bytes, layout: Layout, cache: datacheck.Cache, progress: Progr
             kept.append,
         )
         verdict = check(Path(request["spec_name"]), asked, base64.b64decode(request["spec"]))
+    except DegradedError as error:
+        is_of_helper = isinstance(error.__cause__, OSError) and error.__cause__.errno in OWN_ERRNOS
+        return Postponed(request_id, printable(error.message), is_of_helper=is_of_helper)
     except HonedError as error:
         if isinstance(error, InternalError) and error.__cause__ is not None:
             print(trace(error.__cause__), file=journal)

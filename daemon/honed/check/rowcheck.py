@@ -189,9 +189,9 @@ def _told(job_spec: JobSpec, chat: ChatFormat, each: DatasetSpec, seen: _Looked)
         )
     if sum(isinstance(error, SilencedError) for error in seen.refused) > MAX_SILENCED_SHARE * seen.num_rows:
         yield f"{each.path}: if more than a tenth of all rows are affected, the job is rejected: {SILENCED_HINT}"
-    if lost := seen.lost.told(len(seen.encoded)):
+    if lost := seen.lost.message(len(seen.encoded)):
         yield f"{each.path}: {lost}; {chat.advice.on_omissions(seen.lost)}"
-    if asked := seen.mismatches.told(len(seen.encoded), chat.advice.on_asking(seen.mismatches)):
+    if asked := seen.mismatches.message(len(seen.encoded), chat.advice.on_asking(seen.mismatches)):
         yield f"{each.path}: {asked}"
     cut_at = job_spec.training.cut_at
     if cut_at is None or not chat.tokenizer.counts:

@@ -129,7 +129,7 @@ def say_offers(instance: Instance, verdicts: Iterable[Verdict]) -> None:
 
     needed = [missing for item in needy for missing in offer.missing(item.spec, instance.layout.cache_dir)]
     for item in dict.fromkeys(needed):
-        terminal.say(f"{item.key}: {offer.told(item, instance.layout)}")
+        terminal.say(f"{item.key}: {offer.message(item, instance.layout)}")
 
 
 class _Checked(TypedDict):

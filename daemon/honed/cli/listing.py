@@ -13,7 +13,6 @@ from honed.cli import column, terminal
 from honed.cli.column import COLUMNS, USUAL
 from honed.cli.instance import Instance
 from honed.job.progress import duration, together
-from honed.spec import kind
 from honed.system.error import EnvironmentInvalidError, NotPermittedError, UsageError
 
 if TYPE_CHECKING:
@@ -357,6 +356,8 @@ def _show_group(group: GroupShown, *, as_json: bool) -> int:
 
 def _adapter(spec: Mapping[str, Any]) -> str:
     """Describe what a job trains; empty for one that trains nothing."""
+    from honed.spec import kind
+
     if not kind.of(spec).trains:
         return str(spec.get("adapter") or "")
     lora, start = spec.get("lora"), spec.get("adapter")

@@ -153,7 +153,7 @@ class Ahead:
             if job.id in self._workers.numbers or self._workers.has_given_up(job):
                 continue
             device = next(
-                (item for item in busy if item.key not in reserved and self._placement.suits(job, item)), None
+                (device for device in busy if device.key not in reserved and self._placement.suits(job, device)), None
             )
             if device is None:
                 continue
@@ -188,7 +188,7 @@ class Ahead:
             for key in running.job.attempt.devices
             if running.job.stop is None and running.is_alive and _is_prepared(running)
         }
-        return [item for item in self._placement.all() if item.key in keys]
+        return [device for device in self._placement.all() if device.key in keys]
 
     def _replace(self, waiting: list[Worker], next_ones: set[int]) -> None:
         now = self._clock()

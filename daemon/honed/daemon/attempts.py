@@ -246,9 +246,8 @@ class Attempts:
         with self._pace.step():
             for running in filter(self._may_read, list(self.running.values())):
                 with self._alone(running.job):
-                    if (
-                        job := self._settling.settle(running, sec=self._pace.left_sec, is_stopping=self.is_stopping)
-                    ) is not None:
+                    job = self._settling.settle(running, sec=self._pace.left_sec, is_stopping=self.is_stopping)
+                    if job is not None:
                         settled.append(job)
         return settled
 

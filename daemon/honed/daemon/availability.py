@@ -249,8 +249,7 @@ class Availability:
         self._standing = standing
 
 
-def _names(device: Device) -> list[str]:
-    """Return the names of a device in device.hours_of, the most specific first."""
+def _names(device: Device) -> list[str]:  # in device.hours_of, the most specific first
     index = [str(device.index)] if device.index is not None else []
     return [*([device.uuid] if device.uuid else []), *index, *([device.kind] if not device.uuid else [])]
 

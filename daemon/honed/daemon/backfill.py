@@ -93,7 +93,7 @@ class Backfill:
         Each waiting job is looked at in its turn, with what those before it leave: all that can start get their devices
         after the time of one checkpoint, and not one after the other.
         """
-        passed = {number for item in self._attempts.running.values() for number in item.job.attempt.passed}
+        passed = {number for other in self._attempts.running.values() for number in other.job.attempt.passed}
         if not passed:
             return
         self.begin()
@@ -106,11 +106,11 @@ class Backfill:
                 continue
             keys, given_back = offer
             taken |= keys
-            for item in given_back:
-                if item.job.stop is None:
-                    for number in item.job.attempt.passed:
-                        self._delayed[number] = min(item.job.id, self._delayed.get(number, item.job.id))
-                    self._attempts.preempt(item.job.id, f"job {job.id}, which came before it, needs its devices")
+            for other in given_back:
+                if other.job.stop is None:
+                    for number in other.job.attempt.passed:
+                        self._delayed[number] = min(other.job.id, self._delayed.get(number, other.job.id))
+                    self._attempts.preempt(other.job.id, f"job {job.id}, which came before it, needs its devices")
             passed.discard(job.id)
             if not passed:
                 return
@@ -122,17 +122,17 @@ class Backfill:
         if (job.num_places <= 1 and not is_behind) or len(self._waits) >= MAX_PASSED:
             return
         if groups := self._placement.groups_for(job):
-            keys = {item.key for group in groups for item in group}
+            keys = {device.key for group in groups for device in group}
             in_sec = min(self._ready_in(job, group) for group in groups)
             self._waits.append(Wait(job, keys, in_sec))
 
     def _ready_in(self, job: Job, group: list[Device]) -> float:
         """Return the seconds until enough of a group is free; infinity if that is not known."""
-        keys = {item.key for item in group}
+        keys = {device.key for device in group}
         number = len(keys & self._placement.free_keys(job))
         ends = sorted(
-            (_left_sec(item, job), len(keys & set(item.job.attempt.devices)))
-            for item in self._attempts.running.values()
+            (_left_sec(other, job), len(keys & set(other.job.attempt.devices)))
+            for other in self._attempts.running.values()
         )
         for left_sec, num_devices in ends:
             if number >= job.num_places:
@@ -144,19 +144,13 @@ class Backfill:
     def _free_or_given_back(self, job: Job, taken: Set[str]) -> tuple[set[str], list[Running]] | None:
         """Return devices with which a job could start, and the jobs that have passed it and would give them back, the
         fewest; None if they do not suffice. `taken`: devices that are left to others."""
-        number = max(1, job.num_places)
+        running, free = self._attempts.running.values(), self._placement.free_keys(job)
+        stopping = [other for other in running if other.job.stop is not None]
+        passing = [other for other in reversed(running) if other.job.stop is None and _gives_way(other, job)]
         for group in self._placement.groups_for(job):
-            keys = {item.key for item in group} - taken
-            have = sorted(keys & self._placement.free_keys(job))[:number]
-            chosen: list[Running] = []
-            stopping = [item for item in self._attempts.running.values() if item.job.stop is not None]
-            passing = [item for item in self._attempts.running.values() if _gives_way(item, job)]
-            for item in [*stopping, *(item for item in reversed(passing) if item.job.stop is None)]:
-                if len(have) < number and (theirs := keys & set(item.job.attempt.devices)):
-                    chosen.append(item)
-                    have += sorted(theirs)[: number - len(have)]
-            if len(have) >= number:
-                return set(have), chosen
+            keys = {device.key for device in group} - taken
+            if (enough := freed_by([*stopping, *passing], max(1, job.num_places), keys, free)) is not None:
+                return enough
         return None
 
     def _may_pass(self, job: Job) -> bool:
@@ -167,6 +161,19 @@ class Backfill:
             return False
         is_in_time = job.time_limit_sec - sum(attempt.spent_sec for attempt in job.attempts) <= in_sec
         return is_in_time and all(job.id <= self._delayed.get(wait.job.id, job.id) for wait in self._waits)
+
+
+def freed_by(
+    among: Iterable[Running], number: int, keys: Set[str], free: Set[str]
+) -> tuple[set[str], list[Running]] | None:
+    """Return so many of these devices, first those that are free, and the first of these jobs that would give up the
+    others; None if they do not suffice."""
+    have, chosen = set(sorted(keys & free)[:number]), list[Running]()
+    for other in among:
+        if len(have) < number and (theirs := keys & set(other.job.attempt.devices)):
+            have.update(sorted(theirs)[: number - len(have)])
+            chosen.append(other)
+    return (have, chosen) if len(have) >= number else None
 
 
 def _gives_way(running: Running, job: Job) -> bool:

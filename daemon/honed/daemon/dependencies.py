@@ -34,12 +34,12 @@ class _Blocking:
 
 def _blocked(job: Job, blocking: Sequence[_Blocking]) -> EnvironmentInvalidError:
     """Return the error that explains why a job is held and how to let it continue."""
-    numbers = [str(item.other.id) for item in blocking if item.other is not None]
+    numbers = [str(obstacle.other.id) for obstacle in blocking if obstacle.other is not None]
     again = ""
     if len(numbers) == len(blocking):
         which = "that job has" if len(numbers) == 1 else "these jobs have"
         again = f"honectl requeue {' '.join(numbers)}: this job continues when {which} succeeded; or "
-    what = ", and on ".join(item.words for item in blocking)
+    what = ", and on ".join(obstacle.words for obstacle in blocking)
     return EnvironmentInvalidError(f"it depends on {what}", hint=f"{again}honectl cancel {job.id}")
 
 
@@ -88,7 +88,7 @@ class Dependencies:
             )
         else:
             return  # it depends on a name, which by now means another job
-        numbers = [item.other.id for item in blocking if item.other is not None]
+        numbers = [obstacle.other.id for obstacle in blocking if obstacle.other is not None]
         held_for = job.held_for if is_requeued or job.held_for in numbers else next(iter(numbers), None)
         if (problem.as_dict(), held_for) == (job.error, job.held_for):
             return
@@ -130,7 +130,7 @@ class Dependencies:
             problem.message,
             extra=about(job, message.HELD, state=State.HELD, hint=problem.hint),
         )
-        first = next((item.other.id for item in blocking if item.other is not None), None)
+        first = next((obstacle.other.id for obstacle in blocking if obstacle.other is not None), None)
         self._database.put_job(self._spool.move(job, State.HELD, error=problem.as_dict(), held_for=first))
 
     def _find(self, reference: str) -> Listed | None:

@@ -116,7 +116,7 @@ class Selection:
         """Return True if a job would start now if a device were free."""
         self._backlog.look_again()  # its entry may just have changed
         is_closed = self.obstacles.of_all() is not None
-        return not is_closed and any(item.id == job.id for item in self._startable((True, False), with_ending=True))
+        return not is_closed and any(other.id == job.id for other in self._startable((True, False), with_ending=True))
 
     def _startable(self, for_gpu: Iterable[bool], *, with_ending: bool = False) -> Iterator[Job]:
         """Yield the jobs that wait for nothing but a device. `with_ending`: and for nothing but the end of their staged

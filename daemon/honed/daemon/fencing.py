@@ -106,7 +106,7 @@ def _entry_of(files: JobFiles, job: Job | None, live: Live) -> Job:
     """Return an entry for a live worker, from the best that there is."""
     job = job or copy_of(files) or _planned(files, live)
     job = dataclasses.replace(job, outcome=None, error=None)
-    numbers = [item.number for item in job.attempts]
+    numbers = [attempt.number for attempt in job.attempts]
     number, start = live.attempt or (numbers[-1] if numbers else _last_attempt(files), 1)
     if number in numbers:
         job = dataclasses.replace(job, attempts=job.attempts[: numbers.index(number) + 1])
@@ -148,6 +148,6 @@ def _planned(files: JobFiles, live: Live) -> Job:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return bare
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        data = tuple(str(item["path"]) for item in plan.spec["datasets"])
+        data = tuple(str(dataset["path"]) for dataset in plan.spec["datasets"])
         return dataclasses.replace(planned, model=str(plan.spec["base_model"]), data=data)
     return planned

@@ -77,8 +77,7 @@ class Halvings:
         return [item.id for item in in_sweep if item.uid == job.uid]
 
 
-def _halving(job: Job) -> Halving | None:
-    """Return the settings by which a job may be ended early; None without them, and once it has been."""
+def _halving(job: Job) -> Halving | None:  # none once the job has been ended early
     return job.group.get("halving") if job.group and job.cut is None else None
 
 

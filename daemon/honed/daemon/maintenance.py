@@ -36,9 +36,9 @@ class Maintenance:
         reason = str(request.arguments.get("reason") or "").strip()
         with _durably():
             self.placement.availability.drain(devices, reason, is_now=bool(request.arguments.get("now")))
-        labels = ", ".join(item.label for item in devices)
+        labels = ", ".join(device.label for device in devices)
         log.info("drained by user %d: %s%s", request.uid, labels, f": {reason}" if reason else "")
-        return self._rows({item.key for item in devices})
+        return self._rows({device.key for device in devices})
 
     @verb("reserve", right=Right.ADMINISTRATOR, wakes=True)
     def reserve(self, request: Request, asker: Asker) -> list[DeviceRow]:
@@ -48,9 +48,9 @@ class Maintenance:
         until, for_sec = (_seconds(request, key) for key in ("until", "for_sec"))
         with _durably():
             self.placement.availability.reserve(devices, until=until, for_sec=for_sec, **whom)
-        labels = ", ".join(item.label for item in devices)
+        labels = ", ".join(device.label for device in devices)
         log.info("reserved by user %d: %s", request.uid, labels)
-        return self._rows({item.key for item in devices})
+        return self._rows({device.key for device in devices})
 
     def _whom(self, request: Request, asker: Asker) -> dict[str, object]:
         """Return the user or the job that a reservation is for. Raises UsageError for one that does not exist."""
@@ -88,7 +88,7 @@ class Maintenance:
     def _keys(self, request: Request) -> list[str]:
         if request.reference == ALL:
             return [ALL]
-        return [item.key for item in self.placement.find(request.reference)]
+        return [device.key for device in self.placement.find(request.reference)]
 
     def _rows(self, keys: set[str]) -> list[DeviceRow]:
         rows = self.placement.availability.rows(self.placement.all())

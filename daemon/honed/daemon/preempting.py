@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from honed.daemon.attempts import Attempts
+from honed.daemon.backfill import freed_by
 from honed.daemon.fencing import UNKNOWN_DEVICE
 from honed.daemon.obstacles import Obstacles
 from honed.daemon.placement import Placement
@@ -56,8 +57,8 @@ class Preempting:
             return
         if UNKNOWN_DEVICE in self._attempts.devices_in_use():
             return  # nothing can start before that job ends
-        lowest = min(self._rank(item.job) for item in running.values())
-        coming = [item for item in running.values() if item.job.stop is not None]  # devices that become free
+        lowest = min(self._rank(other.job) for other in running.values())
+        coming = [other for other in running.values() if other.job.stop is not None]  # devices that become free
         num_misses = 0
         promised: Counter[int] = Counter()  # devices, by the user they are given up for
         for job in self._startable():
@@ -69,14 +70,14 @@ class Preempting:
                 promised[job.uid] += 1
                 continue
             if (freed := self._enough(job, coming)) is not None:
-                coming = [item for item in coming if item not in freed]
+                coming = [other for other in coming if other not in freed]
                 promised[job.uid] += 1
             elif (freed := self._enough(job, [*coming, *self._victims(job)])) is not None:
-                for item in freed:
-                    if item in coming:
-                        coming.remove(item)
+                for other in freed:
+                    if other in coming:
+                        coming.remove(other)
                     else:
-                        self._attempts.preempt(item.job.id, f"job {job.id}, of a higher class, needs its device")
+                        self._attempts.preempt(other.job.id, f"job {job.id}, of a higher class, needs its device")
                 promised[job.uid] += 1
             elif (num_misses := num_misses + 1) >= MAX_MISSES:
                 return
@@ -84,29 +85,24 @@ class Preempting:
     def _enough(self, job: Job, among: list[Running]) -> list[Running] | None:
         """Return the first of these jobs with whose devices, and what is free, a job could start; None if they do not
         suffice."""
-        number, free = max(1, job.num_places), self._placement.free_keys(job)
-        groups = self._placement.groups_for(job)
+        number, groups = max(1, job.num_places), self._placement.groups_for(job)
+        # One device is free for it only if it may not start at all: then another job has to end all the same.
+        free = self._placement.free_keys(job) if number > 1 else set[str]()
         for group in groups if number > 1 else [list(chain(*groups))]:
-            keys = {item.key for item in group}
-            have, chosen = keys & free if number > 1 else set(), []
-            for candidate in among:
-                if len(have) < number and (theirs := keys & set(candidate.job.attempt.devices)):
-                    have |= theirs
-                    chosen.append(candidate)
-            if len(have) >= number:
-                return chosen
+            if (freed := freed_by(among, number, {device.key for device in group}, free)) is not None:
+                return freed[1]
         return None
 
     def _victims(self, job: Job) -> list[Running]:
         """Return the running jobs that this one may preempt: the lowest rank first, then the shortest run."""
         now, rank, victims = self._now(), self._rank(job), []
-        for item in self._attempts.running.values():
-            run_sec = item.job.attempt.ran_sec(now)
-            min_run_sec = class_of(self._config(), item.job.job_class).min_run_sec
-            may_go = self._rank(item.job) < rank and item.job.stop is None and run_sec >= min_run_sec
-            if may_go and item.can_resume:
-                victims.append((self._rank(item.job), run_sec, item.job.id, item))
-        return [item for *_, item in sorted(victims, key=lambda one: one[:3])]
+        for other in self._attempts.running.values():
+            run_sec = other.job.attempt.ran_sec(now)
+            min_run_sec = class_of(self._config(), other.job.job_class).min_run_sec
+            may_go = self._rank(other.job) < rank and other.job.stop is None and run_sec >= min_run_sec
+            if may_go and other.can_resume:
+                victims.append((self._rank(other.job), run_sec, other.job.id, other))
+        return [other for *_, other in sorted(victims, key=lambda one: one[:3])]
 
     def _rank(self, job: Job) -> int:
         return class_of(self._config(), job.job_class).rank

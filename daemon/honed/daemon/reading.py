@@ -39,7 +39,6 @@ class Reading:
 
     @verb("list")
     def list_jobs(self, request: Request, asker: Asker) -> Rows:
-        """Answer `list`."""
         choice = query.Choice.of(request.arguments)
         rows = query.rows(self.spool, self.layout, choice, asker, self.queue)
         return Rows(row if row is None else self.row(row, asker) for row in rows)
@@ -56,7 +55,6 @@ class Reading:
 
     @verb("overview")
     def overview(self, request: Request, asker: Asker) -> Overview:
-        """Answer `overview`."""
         answer = query.overview(self.spool, self.layout, query.Choice.of(request.arguments), asker, self.queue)
         return {**answer, "jobs": list(self.with_reasons(answer["jobs"], asker))}
 
@@ -71,22 +69,18 @@ class Reading:
 
     @verb("glance")
     def glance(self, request: Request, asker: Asker) -> Glance:
-        """Answer `glance`."""
         return self.row(query.glance(self.spool, self.layout, request.reference, asker), asker)
 
     @verb("predictions")
     def predictions(self, request: Request, asker: Asker) -> Rows:
-        """Answer `predictions`."""
         return Rows(query.iter_predictions(self.spool, self.layout, request.reference, asker))
 
     @verb("losses")
     def losses(self, request: Request, asker: Asker) -> Rows:
-        """Answer `losses`."""
         return Rows(query.iter_losses(self.spool, self.layout, request.reference, asker))
 
     @verb("group")
     def group(self, request: Request, asker: Asker) -> Parts:
-        """Answer `group`."""
         return Parts(query.grouped(self.spool, self.layout, request.reference, asker))
 
     @verb("accepted")

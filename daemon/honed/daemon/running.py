@@ -140,9 +140,8 @@ class Running:
         except OSError as problem:
             self.not_started = NotNowError(f"its assignment cannot be written: {problem}")
             return
-        environment = worker_environment(self._layout, self._config(), job, gpu_of(attempt)) | self._rows.environment(
-            job
-        )
+        environment = worker_environment(self._layout, self._config(), job, gpu_of(attempt))
+        environment |= self._rows.environment(job)
         try:
             self._runner.start(job.id, attempt.number, attempt.start, backend=attempt.backend, environment=environment)
         except OSError as problem:

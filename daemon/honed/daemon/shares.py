@@ -91,7 +91,6 @@ class Shares:
         return max(self.usage.floor, max(map(level, self._active), default=0.0))
 
     def _with_running(self, here: Iterable[int]) -> dict[int, float]:
-        """Return these users' levels, with what their running jobs take."""
         levels = {uid: self.usage.level(uid) for uid in here}
         for use in self._in_use():
             levels[use.uid] += max(use.device_sec, self.usage.typical_sec) / self._entitlements.weight(use.uid)
@@ -120,12 +119,12 @@ class Shares:
 
     def obstacle(self, uid: int) -> str:
         """Return the limit, with its numbers, that keeps a user's next job from starting; empty without one."""
-        rights, running = self._entitlements.of(uid), [item for item in self._in_use() if item.uid == uid]
+        rights, running = self._entitlements.of(uid), [use for use in self._in_use() if use.uid == uid]
         if rights.max_running is not None and len(running) >= rights.max_running:
             return f"{len(running)} jobs of {access.user_name(uid)} are running, the maximum (max_running)"
         if rights.max_device_sec is not None:
             window_sec = self._config().fair_share.window_sec
-            used = self.usage.used_sec(uid, window_sec) + sum(min(item.device_sec, window_sec) for item in running)
+            used = self.usage.used_sec(uid, window_sec) + sum(min(use.device_sec, window_sec) for use in running)
             if used >= rights.max_device_sec:
                 return (
                     f"{access.user_name(uid)} has used {duration(used)} of the devices within {duration(window_sec)}, "

@@ -261,7 +261,10 @@ class StagedWorkers:
         else:
             level = logging.INFO if outcome.code == InterruptedRunError.code else logging.WARNING
             why = outcome.error.message if outcome.error is not None else "it did not wait"
-            text = "job %d (%s): its staged worker has ended, and the job starts at its turn: %s"
-            log.log(level, text, job.id, job.name, why)
+            log.log(
+                level,
+                "job %d (%s): its staged worker has ended, and the job starts at its turn: %s",
+                *(job.id, job.name, why),
+            )
             self.give_up(job)
         del self._workers[worker.job_id]

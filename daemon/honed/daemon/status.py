@@ -41,7 +41,6 @@ class Status:
 
     @verb("status")
     def answer(self, _request: Request, asker: query.Asker) -> shape.Status:
-        """Answer `status`."""
         return {
             "status": self.line(asker),
             "pid": os.getpid(),

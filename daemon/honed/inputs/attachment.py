@@ -59,7 +59,7 @@ _TEXT_COLUMNS = frozenset(
         "tools",
     )
 )
-#: File suffixes of each kind.
+#: File suffixes of every kind.
 _SUFFIXES: Mapping[Kind, tuple[str, ...]] = {
     "image": IMAGE_SUFFIXES,
     "video": (".mp4", ".mkv", ".mov", ".avi", ".webm", ".m4v"),
@@ -123,7 +123,7 @@ def part(given: Mapping[str, Any], number: int) -> dict[str, Any] | None:
 def place(
     row: Mapping[str, Any], messages: Sequence[dict[str, Any]], directories: Mapping[Kind, Path] | None
 ) -> tuple[list[dict[str, Any]], tuple[Media, ...]]:
-    """Return the messages with `{type: kind}` in each place, and the media of these places, in order. Raises RowError.
+    """Return the messages with `{type: kind}` in every place, and the media of these places, in order. Raises RowError.
 
     Relative paths start from the directory of their kind.
     """
@@ -161,8 +161,8 @@ def overlooked(
         if key in COLUMNS or key in _TEXT_COLUMNS or key in columns.values():
             continue
         for item in value if isinstance(value, list | tuple) else [value]:
-            kind, found = _kind_by_name(item)
-            if kind is not None and found not in names and not (isinstance(item, dict) and item.get("bytes") in data):
+            kind, column = _kind_by_name(item)
+            if kind is not None and column not in names and not (isinstance(item, dict) and item.get("bytes") in data):
                 called = quote.name(key)
                 said = f"the column `{called}` seems to contain {PLURAL[kind]}, but is not read"
                 yield f"{said}: `columns: {{{kind}: {called}}}`"
@@ -184,16 +184,16 @@ def _kind_by_name(value: Any) -> tuple[Kind | None, str]:
 
 
 def _columns(row: Mapping[str, Any], directories: Mapping[Kind, Path] | None) -> dict[Kind, list[Media]]:
-    found: dict[Kind, tuple[str, list[Media]]] = {}
+    listed: dict[Kind, tuple[str, list[Media]]] = {}
     for key, kind in COLUMNS.items():
         value = row.get(key)
         if not is_given(value):
             continue
-        if kind in found:
-            raise RowError(f"`{found[kind][0]}` and `{key}` are both filled in; use only one of them")
+        if kind in listed:
+            raise RowError(f"`{listed[kind][0]}` and `{key}` are both filled in; use only one of them")
         items = value if isinstance(value, list | tuple) and not _is_frames(kind, value) else [value]
-        found[kind] = key, [_media(kind, item, directories, f"`{key}`") for item in items]
-    return {kind: media for kind, (_, media) in found.items()}
+        listed[kind] = key, [_media(kind, item, directories, f"`{key}`") for item in items]
+    return {kind: media for kind, (_, media) in listed.items()}
 
 
 def _refuse_empty_places(
@@ -239,7 +239,7 @@ def _parts(messages: Sequence[Mapping[str, Any]], kind: Kind | None = None) -> I
 
 
 def _marked(message: dict[str, Any], marks: Mapping[str, Kind]) -> dict[str, Any]:
-    """Return a message with its text split at each marker."""
+    """Return a message with its text split at every marker."""
     content = message["content"]
     if not marks or not _is_read(message) or not any(mark in text for mark in marks for text in _texts(message)):
         return message
@@ -247,11 +247,11 @@ def _marked(message: dict[str, Any], marks: Mapping[str, Kind]) -> dict[str, Any
     return message | {"content": [piece for item in parts for piece in _pieces(item, marks)]}
 
 
-def _pieces(each: dict[str, Any], marks: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
-    if each["type"] != "text":
-        yield each
+def _pieces(part: dict[str, Any], marks: Mapping[str, Kind]) -> Iterator[dict[str, Any]]:
+    if part["type"] != "text":
+        yield part
         return
-    for text in re.split(f"({'|'.join(map(re.escape, marks))})", each["text"]):
+    for text in re.split(f"({'|'.join(map(re.escape, marks))})", part["text"]):
         if text in marks:
             yield {"type": marks[text]}
         elif text:
@@ -289,20 +289,20 @@ def _check_numbers(listed: Mapping[Kind, Sequence[Media]], messages: Sequence[Ma
 
 
 def _of_part(
-    each: Mapping[str, Any],
+    part: Mapping[str, Any],
     row: Mapping[str, Any],
     listed: Sequence[Media],
     supply: Iterator[Media],
     directories: Mapping[Kind, Path] | None,
 ) -> Media:
-    kind: Kind = each["type"]
-    if "source" in each:
-        return _media(kind, each["source"], directories, f"a part of type {kind}")
-    if (column := each.get("column")) is not None:
+    kind: Kind = part["type"]
+    if "source" in part:
+        return _media(kind, part["source"], directories, f"a part of type {kind}")
+    if (column := part.get("column")) is not None:
         if not is_given(row.get(column)):
             raise RowError(f"a part of type {kind} refers to the column `{quote.name(column)}`, which is empty")
         return _media(kind, row[column], directories, f"`{column}`")
-    return next(supply) if (index := each.get("index")) is None else listed[int(index)]
+    return next(supply) if (index := part.get("index")) is None else listed[int(index)]
 
 
 def _bare(message: dict[str, Any]) -> dict[str, Any]:
@@ -344,10 +344,10 @@ def _media(kind: Kind, value: Any, directories: Mapping[Kind, Path] | None, what
 
 
 def _frame(value: Any, directories: Mapping[Kind, Path] | None, what: str) -> Path:
-    found = _media("video", value, directories, what)
-    if found.path is None:
+    frame = _media("video", value, directories, what)
+    if frame.path is None:
         raise RowError(f"{what}: frames embedded in the row are not supported; use paths of frames, or a video")
-    return found.path
+    return frame.path
 
 
 def _from_mapping(kind: Kind, value: Mapping[str, Any], directories: Mapping[Kind, Path] | None, what: str) -> Media:

@@ -141,7 +141,7 @@ class BaseModelInfo:
     architectures: tuple[str, ...]
     config: dict[str, Any]
     num_parameters: int
-    stored_dtypes: dict[str, int]  #: parameters for each dtype, by torch's names
+    stored_dtypes: dict[str, int]  #: parameters per dtype, by torch's names
     num_weight_bytes: int  #: as stored
     tensors: tuple[Tensor, ...]  #: empty for pickled weights, whose contents cannot be known without running them
     is_quantized: bool
@@ -280,15 +280,15 @@ def check_fits(adapter: AdapterInfo, model: BaseModelInfo) -> None:
     for tensor in model.tensors if not model.is_quantized else ():
         shapes.setdefault(_bare(tensor.name), set()).add(tensor.shape)
     for tensor in adapter.tensors:
-        if (found := _MATRIX.fullmatch(tensor.name)) is None:
+        if (name := _MATRIX.fullmatch(tensor.name)) is None:
             continue
-        alike = shapes.get(_bare(f"{found['module']}.weight"), set())
+        alike = shapes.get(_bare(f"{name['module']}.weight"), set())
         base = next(iter(alike)) if len(alike) == 1 else ()
-        number, at = (tensor.shape[-1], 1) if found["matrix"] == "A" else (tensor.shape[0], 0)
+        number, at = (tensor.shape[-1], 1) if name["matrix"] == "A" else (tensor.shape[0], 0)
         if len(base) == len(tensor.shape) == 2 and number not in base:
             raise ModelError(
                 f"{adapter.path / 'adapter_model.safetensors'}: trained on another base model: {tensor.name} "
-                f"{'takes' if at else 'gives'} {number} {'inputs' if at else 'outputs'}, but {found['module']} of "
+                f"{'takes' if at else 'gives'} {number} {'inputs' if at else 'outputs'}, but {name['module']} of "
                 f"{model.path} has {base[at]}",
                 hint="set base_model to the model that the adapter was trained on",
             )
@@ -309,22 +309,23 @@ def check_whole(adapter: AdapterInfo) -> None:
     patterns = config.get("rank_pattern") or {}
     names = {tensor.name for tensor in adapter.tensors}
     for tensor in adapter.tensors:
-        found = _MATRIX.fullmatch(tensor.name)
-        if found is None or len(tensor.shape) != 2 or ".experts" in tensor.name:  # peft stacks the experts' matrices
+        name = _MATRIX.fullmatch(tensor.name)
+        if name is None or len(tensor.shape) != 2 or ".experts" in tensor.name:  # peft stacks the experts' matrices
             continue
-        other = "B" if found["matrix"] == "A" else "A"
-        if f"base_model.model.{found['module']}.lora_{other}.weight" not in names:
+        other = "B" if name["matrix"] == "A" else "A"
+        if f"base_model.model.{name['module']}.lora_{other}.weight" not in names:
             raise ModelError(
-                f"{where}: {found['module']} has lora_{found['matrix']} but no lora_{other}",
+                f"{where}: {name['module']} has lora_{name['matrix']} but no lora_{other}",
                 hint="the adapter is incomplete: copy it again",
             )
         expected = next(
-            (rank for pattern, rank in patterns.items() if _fits(rf"(.*\.)?({pattern})$", found["module"])), config["r"]
+            (rank for pattern, rank in patterns.items() if _fits(rf"(.*\.)?({pattern})$", name["module"])),
+            config["r"],
         )
-        rank = tensor.shape[0 if found["matrix"] == "A" else 1]
+        rank = tensor.shape[0 if name["matrix"] == "A" else 1]
         if rank != expected:
             raise ModelError(
-                f"{where}: {found['module']} has rank {rank}, but adapter_config.json says {expected}",
+                f"{where}: {name['module']} has rank {rank}, but adapter_config.json says {expected}",
                 hint="the two belong to different adapters: copy the adapter's complete directory again",
             )
 
@@ -338,8 +339,8 @@ def _fits(pattern: str, name: str) -> bool:
 
 def _bare(name: str) -> str:
     """Return a weight's name from its layer's number on, with its part: checkpoints differ in the prefix."""
-    found = _LAYER.search(name)
-    return f"{modality.part(name)} {name[found.start() :]}" if found else name
+    layer = _LAYER.search(name)
+    return f"{modality.part(name)} {name[layer.start() :]}" if layer else name
 
 
 def _check_depth(adapter: AdapterInfo, model: BaseModelInfo) -> None:
@@ -350,9 +351,9 @@ def _check_depth(adapter: AdapterInfo, model: BaseModelInfo) -> None:
     )
     num_layers = next((config[key] for key in _DEPTH_KEYS if type(config.get(key)) is int), None)
     layers = {
-        int(found[1])
+        int(match[1])
         for tensor in adapter.tensors
-        if modality.part(tensor.name) == "language" and (found := _LAYER.search(tensor.name))
+        if modality.part(tensor.name) == "language" and (match := _LAYER.search(tensor.name))
     }
     if num_layers is not None and layers and max(layers) >= num_layers:
         raise ModelError(
@@ -415,9 +416,9 @@ def _resolve_job(name: str, jobs: Mapping[str, Path]) -> Path:
 def _resolve_hub_id(hub_id: str, revision: str, cache_dir: Path, *, allow_hub: bool) -> Path:
     if ".." in revision or revision.startswith("/"):
         raise ModelError(f"revision: {shown(revision)} is not a revision", hint="use a branch, a tag or a commit")
-    found = snapshot.find(cache_dir, hub_id, revision)
-    if found is not None:
-        return found
+    snapshot_path = snapshot.find(cache_dir, hub_id, revision)
+    if snapshot_path is not None:
+        return snapshot_path
     commit = snapshot.commit_of(cache_dir, hub_id, revision)
     how = "only partly" if snapshot.read(cache_dir, hub_id, commit) else "not"
     where = f"base_model: {hub_id} at {revision} is {how} in the local cache {cache_dir}"
@@ -619,10 +620,10 @@ def _is_there(path: Path) -> bool:
 def _other_weights(path: Path) -> str:
     if any(path.glob("*.gguf")):
         return "GGUF is for inference; use the checkpoint it was converted from"
-    found = next(iter(sorted(path.glob("*.safetensors"))), None)
-    if found is not None:
+    shard = next(iter(sorted(path.glob("*.safetensors"))), None)
+    if shard is not None:
         return (
-            f"{found.name} exists, but the index that lists its contents does not: copy the complete directory "
+            f"{shard.name} exists, but the index that lists its contents does not: copy the complete directory "
             f"{path.name} again"
         )
     return "the download or copy is incomplete: fetch the model again"
@@ -650,8 +651,8 @@ def _shards(index_path: Path, hint: str) -> tuple[tuple[Tensor, ...], int]:
             gone = sum(not (index_path.parent / item).exists() for item in shards if "/" not in item)
             more = f" ({gone} of {len(shards)} are missing)" if gone > 1 else ""
             raise ModelError(f"{index_path.parent / shard}: this shard of the weights is missing{more}", hint=hint)
-        found, size = read_header(index_path.parent / shard, hint=hint)
-        tensors |= {tensor.name: tensor for tensor in found}
+        header, size = read_header(index_path.parent / shard, hint=hint)
+        tensors |= {tensor.name: tensor for tensor in header}
         num_bytes += size
     missing = sorted(set(weight_map) - set(tensors))
     if missing:
@@ -671,7 +672,7 @@ def _count(tensors: tuple[Tensor, ...]) -> dict[str, int]:
 
 
 def _num_parameters(tensors: tuple[Tensor, ...], config: dict[str, Any]) -> int:
-    """Count the parameters: bitsandbytes packs two 4-bit parameters into each uint8 that it stores."""
+    """Count the parameters: bitsandbytes packs two 4-bit parameters into every uint8 that it stores."""
     quantization = config.get("quantization_config") or {}
     packed = 2 if quantization.get("load_in_4bit") or quantization.get("_load_in_4bit") else 1
     return sum(count * (packed if dtype == "uint8" else 1) for dtype, count in _count(tensors).items())
@@ -693,8 +694,8 @@ def _quantization_method(path: Path, config: dict[str, Any]) -> str | None:
 
 
 def _architectures(config: dict[str, Any]) -> tuple[str, ...]:
-    found = config.get("architectures")
-    return tuple(str(name) for name in found) if isinstance(found, list) else ()
+    names = config.get("architectures")
+    return tuple(str(name) for name in names) if isinstance(names, list) else ()
 
 
 def _has_any(config: dict[str, Any], keys: tuple[str, ...]) -> bool:
@@ -740,11 +741,11 @@ def end_ids(path: Path) -> list[int]:
     """Return the tokens at which a base model's answers end: by its generation_config.json, else by its config.json."""
     for name in ("generation_config.json", "config.json"):
         try:
-            found = modality.loads((path / name).read_bytes())
+            settings = modality.loads((path / name).read_bytes())
         except (OSError, ValueError, RecursionError):
             continue
-        inner = found.get("text_config") if isinstance(found, dict) else None
-        for level in (found, inner):
+        inner = settings.get("text_config") if isinstance(settings, dict) else None
+        for level in (settings, inner):
             value = level.get("eos_token_id") if isinstance(level, dict) else None
             ids = [item for item in (value if isinstance(value, list) else [value]) if type(item) is int]
             if ids:

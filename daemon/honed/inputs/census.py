@@ -78,8 +78,8 @@ class Census:
 
     def add(self, example: Example, place: str) -> None:
         self.num_rows += 1
-        self.digests[found := digest(example)] += 1
-        self.num_twice += self.digests[found] > 1
+        self.digests[key := digest(example)] += 1
+        self.num_twice += self.digests[key] > 1
         if (odd := order(example)) is not None:
             self.orders[odd] += 1
             self.firsts.setdefault(odd, place)
@@ -93,7 +93,7 @@ class Census:
         """Return the number of rows that also occur in the other census."""
         return sum(number for item, number in self.digests.items() if item in other.digests)
 
-    def told_orders(self) -> list[str]:
+    def order_messages(self) -> list[str]:
         """Return descriptions of the odd orders, for the rows' owner."""
         return [
             f"{number} of {self.num_rows} rows {ORDERS[odd]}; the first: {self.firsts[odd]}"
@@ -102,15 +102,15 @@ class Census:
 
 
 def firsts(examples: Iterable[Example]) -> list[int]:
-    """Return for each row the place of the first one with the same content."""
-    found: dict[bytes, int] = {}
-    return [found.setdefault(digest(example), place) for place, example in enumerate(examples)]
+    """Return per row the place of the first one with the same content."""
+    first_of: dict[bytes, int] = {}
+    return [first_of.setdefault(digest(example), place) for place, example in enumerate(examples)]
 
 
 def together(first_of: Sequence[int], held: set[int]) -> set[int]:
     """Return the held-out places with duplicates kept on one side: the side of the first of them.
 
-    `first_of` is as `firsts` returns it. Without duplicates the result is `held` itself. Each side keeps at least one
+    `first_of` is as `firsts` returns it. Without duplicates the result is `held` itself. Every side keeps at least one
     distinct content.
     """
     num_distinct = len(set(first_of))

@@ -1,9 +1,9 @@
-"""Data sets that are directories: the choice of their files, and each file's split by its name.
+"""Data sets that are directories: the choice of their files, and every file's split by its name.
 
 train.jsonl  test.jsonl                      a split is a word at the beginning or the end of a name
 data/train-00000-of-00002.parquet            as in hub repositories
 train/part-1.parquet  test/part-1.parquet    or a directory's name
-dataset_dict.json  train/  test/             as written by save_to_disk of datasets, each split with:
+dataset_dict.json  train/  test/             as written by save_to_disk of datasets, per split:
 state.json  dataset_info.json  data-00000-of-00001.arrow
 """
 
@@ -74,12 +74,12 @@ def files(path: Path, *, split: str | None = None) -> list[Path]:
         )
     if split is not None and "/" not in split and (path / split).is_dir():
         return files(path / split)
-    found = _listed(path)
-    chosen = found if split is None else _of_split(path, found, split)
+    listed = _listed(path)
+    chosen = listed if split is None else _of_split(path, listed, split)
     if not chosen:
-        names = ", ".join(_shown(path, found)) or "nothing"
+        names = ", ".join(_shown(path, listed)) or "nothing"
         what = "data file" if split is None else f"data file of split {split!r}"
-        splits = [] if split is None else sorted({_label(path, file) for file in found})[:8]
+        splits = [] if split is None else sorted({_label(path, file) for file in listed})[:8]
         hint = f"write `split: {'` or `split: '.join(splits)}`" if splits else SUFFIXES_HINT
         fix = {"split": splits[0]} if len(splits) == 1 else {}
         raise DatasetError(f"{path}: no {what} in this directory (there is: {names})", hint=hint, fix=fix)
@@ -162,8 +162,8 @@ def _listed(path: Path) -> list[Path]:
     """Return the data files directly in a directory; if there are none, those below it."""
     if (saved := _saved(path)) is not None:
         return saved
-    if found := list(_direct(path)):
-        return found
+    if direct := list(_direct(path)):
+        return direct
     below = _below(path, MAX_DEPTH)
     tops = sorted({file.relative_to(path).parts[0] for file in below})
     splits = _json(path / "dataset_dict.json").get("splits") or []
@@ -191,15 +191,15 @@ def _entries(path: Path) -> list[Path]:
 
 def _below(path: Path, depth: int) -> list[Path]:
     """Return the files in the directories below one, without following links to directories."""
-    found: list[Path] = []
+    below: list[Path] = []
     for entry in _entries(path):
         if entry.is_dir() and not entry.is_symlink():
-            found += list(_direct(entry)) or (_below(entry, depth - 1) if depth > 1 else [])
-        if len(found) > MAX_FILES:
+            below += list(_direct(entry)) or (_below(entry, depth - 1) if depth > 1 else [])
+        if len(below) > MAX_FILES:
             raise DatasetError(
                 f"{path}: more than {MAX_FILES} data files", hint="combine them into fewer, larger files"
             )
-    return found
+    return below
 
 
 def _saved(path: Path) -> list[Path] | None:
@@ -209,41 +209,41 @@ def _saved(path: Path) -> list[Path] | None:
     named = [str(item.get("filename")) for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
     if not named or any("/" in name for name in named):
         return None
-    found = [path / name for name in named]
-    missing = next((file for file in found if not file.is_file()), None)
+    paths = [path / name for name in named]
+    missing = next((file for file in paths if not file.is_file()), None)
     if missing is not None:
         raise DatasetError(
             f"{missing}: no such file, although state.json lists it",
             hint="copy the complete directory again, or save the data set again (save_to_disk)",
         )
-    return found
+    return paths
 
 
 def _json(path: Path) -> Mapping[str, Any]:
     return durable.json_object(lambda: path.read_bytes() if path.is_file() and path.stat().st_size < 2**24 else b"{}")
 
 
-def _shown(path: Path, found: Sequence[Path]) -> list[str]:
-    entries = [str(file.relative_to(path)) for file in found] or [entry.name for entry in _entries(path)]
+def _shown(path: Path, listed: Sequence[Path]) -> list[str]:
+    entries = [str(file.relative_to(path)) for file in listed] or [entry.name for entry in _entries(path)]
     return entries[:8]
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def _of_split(path: Path, found: Sequence[Path], split: str) -> list[Path]:
+def _of_split(path: Path, listed: Sequence[Path], split: str) -> list[Path]:
     """Return the files whose names say the split: by its very word, else by a synonym."""
-    if any(split in file.relative_to(path).parts[:-1] for file in found):
-        return [file for file in found if split in file.relative_to(path).parts[:-1]]
+    if any(split in file.relative_to(path).parts[:-1] for file in listed):
+        return [file for file in listed if split in file.relative_to(path).parts[:-1]]
     is_word = re.fullmatch("[0-9A-Za-z]*", split) is not None
-    names = {file: _unnumbered(_stem(file)) for file in found}
+    names = {file: _unnumbered(_stem(file)) for file in listed}
     if chosen := [
         file
         for file, name in names.items()
         if name == split or (is_word and re.split("[^0-9A-Za-z]", name)[0] == split)
     ]:
         return chosen
-    said = {file: _said(path, file) for file in found}
+    said = {file: _said(path, file) for file in listed}
     if chosen := [file for file, word in said.items() if word == split]:
         return chosen
     meant = _WORDS.get(split)
@@ -271,8 +271,8 @@ def _said(path: Path, file: Path) -> str | None:
 def _word(name: str) -> str | None:
     """Return the split word that a name begins or ends with; None without one, or with two of different meaning."""
     words = [word for word in re.split(r"[^a-z]+", _unnumbered(name).lower()) if word]
-    found = [word for word in (words[:1] + words[-1:]) if word in _WORDS]
-    return found[0] if found and len({_WORDS[word] for word in found}) == 1 else None
+    marks = [word for word in (words[:1] + words[-1:]) if word in _WORDS]
+    return marks[0] if marks and len({_WORDS[word] for word in marks}) == 1 else None
 
 
 def _stem(file: Path) -> str:

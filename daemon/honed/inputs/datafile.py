@@ -1,6 +1,6 @@
 """Data files: reads the rows of a file, in any supported format and compression.
 
-    .jsonl .ndjson    an object on each line
+    .jsonl .ndjson    an object on every line
     .json             a list of them, or an object with one as `data`
     .csv              with a header
     .parquet .arrow   tables; .arrow as `save_to_disk` of datasets writes them
@@ -73,7 +73,7 @@ def read(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
 
 
 def read_any(path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield each row, or its placeholder, with its place in the file."""
+    """Yield every row, or its placeholder, with its place in the file."""
     form = form_of(path)
     if form is None:
         raise DatasetError(
@@ -425,11 +425,11 @@ def _read_table(path: Path, pyarrow: Any, form: str, batches: Callable[[], Itera
     """Yield the rows of a table; `batches` yields its schema first, then its batches."""
     number = 0
     try:
-        found = batches()
-        schema = next(found)
+        pieces = batches()
+        schema = next(pieces)
         _check_columns(path, schema.names)
         texts = {field.name: decode for field in schema if (decode := _json_decoder(field.type)) is not None}
-        for batch in found:
+        for batch in pieces:
             for start in range(0, batch.num_rows, NUM_TABLE_ROWS):
                 for item in batch.slice(start, NUM_TABLE_ROWS).to_pylist():
                     number += 1
@@ -466,7 +466,7 @@ def _json_decoder(kind: Any) -> Callable[[Any], Any] | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove null values: tables give each object the keys of all of them, so null means absent."""
+    """Remove null values: tables give every object the keys of all of them, so null means absent."""
     match value:
         case dict():
             return {key: _without_nulls(item) for key, item in value.items() if item is not None}
@@ -477,7 +477,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _has_null_argument(value: Any, *, is_argument: bool = False) -> bool:
-    """Tell whether a tool call has an argument of null, at any depth."""
+    """Return True if a tool call has an argument of null, at any depth."""
     match value:
         case None:
             return is_argument

@@ -25,6 +25,7 @@ from honed.inputs.message import NoAnswerError, RefusedRowError, kind_of, words
 from honed.inputs.misfit import Misfit
 from honed.inputs.row import Example, convert, fields, recognise, unread
 from honed.spec.data_form import form_of
+from honed.system import durable
 from honed.system.error import DatasetError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ __all__ = [
 
 #: Bad rows of a data set that are named; the others are only counted.
 MAX_NAMED = 5
-#: Of a directory's later files the beginning is checked, too: rows of each file, number of files, and the largest size
+#: Of a directory's later files the beginning is checked, too: rows of every file, number of files, and the largest size
 #: of a .json file, which is read whole.
 NUM_LATER_ROWS = 2
 NUM_LATER_FILES = 20
@@ -78,10 +79,11 @@ class Inspection:
     num_attached: int  #: rows with media
     num_broken: int  #: rows with media of which a file is missing or unreadable
     broken: tuple[str, ...]  #: the first few
+    media_fault: OSError | None  #: a fault of the machine for which one of them is
     overlooked: tuple[str, ...]  #: apparent media that are not read as such
     absent: tuple[str, ...]  #: entries of the data set's `columns` that no row has
     unread: tuple[str, ...]  #: columns that this format does not read
-    num_untrained: int  #: rows with weight 0 on each turn of the assistant
+    num_untrained: int  #: rows with weight 0 on every turn of the assistant
     most_turns: tuple[int, str]  #: trained turns of the row with the most of them, and its place
     census: Census  #: of the good rows
     num_unpaired: int  #: rows of prompt and completion with a boolean `label`
@@ -110,7 +112,7 @@ class Counts:
     num_nulled: int = 0  #: rows of a table whose tool calls had arguments of null, which are left out
 
 
-def told_nulled(number: int) -> str:
+def nulled_message(number: int) -> str:
     """Return the warning about rows of a table that lose arguments of null."""
     rows = "1 row has" if number == 1 else f"{number} rows have"
     return (
@@ -183,9 +185,10 @@ def inspect(
         num_attached=seen.num_rows,
         num_broken=seen.num_broken,
         broken=tuple(seen.broken),
+        media_fault=seen.fault,
         overlooked=tuple(overlooked),
         absent=tuple(theirs for theirs in (dataset.columns or {}).values() if theirs not in columns),
-        unread=tuple(key for key in not_read if not any(f"`{key}`" in told for told in overlooked)),
+        unread=tuple(key for key in not_read if not any(f"`{key}`" in text for text in overlooked)),
         num_untrained=num_untrained,
         most_turns=most_turns,
         census=counted,
@@ -238,6 +241,7 @@ class _Looker:
         self._permit = permit
         self.attached: list[Attached] = []
         self.broken: list[str] = []
+        self.fault: OSError | None = None
         self.num_rows = self.num_broken = self._num_opened = 0
 
     def look(self, example: Example, place: str) -> None:
@@ -254,6 +258,7 @@ class _Looker:
                     require(item)
         except MediaError as error:
             self.num_broken += 1
+            self.fault = self.fault or durable.cause_at_persons(error)
             self.broken += [f"{place}: {error.said}"] if len(self.broken) < MAX_NAMED else []
 
 
@@ -299,7 +304,7 @@ class Reading:
         return _Collector(self._datasets[n], n, has_chat_template=self._has_chat_template, spill_dir=self._spill_dir)
 
     def _draw(self) -> list[list[int] | None]:
-        """Return for each data set the drawn ones of its good rows, by number; None for all."""
+        """Return per data set the drawn ones of its good rows, by number; None for all."""
         fractions = [dataset.fraction for dataset in self._datasets]
         given = [fraction for fraction in fractions if fraction is not None]
         if not given:
@@ -325,7 +330,7 @@ def split(examples: Sequence[Example], eval_split: float, seed: int) -> tuple[li
 def hold_out(num_rows: int, eval_split: float, seed: int, *, first_of: Sequence[int]) -> set[int]:
     """Return the places of the rows that are held out, at least one. Raises DatasetError if all have the same content.
 
-    `first_of` has for each row the place of the first with the same content: such rows stay on one side.
+    `first_of` has per row the place of the first with the same content: such rows stay on one side.
     """
     if num_rows < 2:
         raise DatasetError(

@@ -71,7 +71,9 @@ T = TypeVar("T")
 
 #: Without it huggingface_hub 1.33 requests a list of coding agents from its hub, and reports if one of them runs here.
 ENVIRONMENT = {"HF_HUB_DISABLE_TELEMETRY": "1"}
-#: Seconds before a retry while the hub does not answer: the first delay, doubled each time; and the longest.
+#: Errors of a full disk.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+#: Seconds before a retry while the hub does not answer: the first delay, doubled every time; and the longest.
 FIRST_DELAY_SEC = 1.0
 MAX_DELAY_SEC = 60.0
 #: Seconds between two reports of progress.
@@ -129,23 +131,23 @@ class Request:
         return self
 
 
-Tell = Callable[[FetchProgress], None]
+Report = Callable[[FetchProgress], None]
 
 
 class Download:
     """The download of a repository's files into blobs/: progress, retries, and the deadline, which no pause brings
     nearer."""
 
-    def __init__(self, request: Request, hub: Hub, blobs_dir: Path, tell: Tell) -> None:
+    def __init__(self, request: Request, hub: Hub, blobs_dir: Path, report: Report) -> None:
         self._lookout = Lookout()
         self._lookout.start()
         self._request = request
         self._hub = hub
         self._blobs_dir = blobs_dir
-        self._tell = tell
+        self._report = report
         self.progress: FetchProgress = {"bytes": 0, "of": 0, "files": 0, "of_files": 0, "file": None, "problem": None}
         self.progress["received"] = 0
-        self._told_at = 0.0
+        self._reported_at = 0.0
         self._backoff = Backoff(FIRST_DELAY_SEC, MAX_DELAY_SEC)
 
     def blob(self, file: File) -> Path:
@@ -222,19 +224,27 @@ class Download:
         out.seek(0, os.SEEK_END)
 
     def patiently(self, step: Callable[[], T]) -> T:
-        """Retry a step while the hub does not answer, with growing delays, until the deadline."""
+        """Retry a step while the hub does not answer, or the machine is at fault, with growing delays, until the
+        deadline. Raises OSError for want of room, and if a submitter can be its cause."""
         while True:
             self._check_deadline()
             try:
                 done = step()
             except TransientError as error:
-                if str(error) != self.progress["problem"]:
-                    log.warning("%s: %s; retrying until hub.fetch_timeout_sec", self._hub.where, error)
-                self.say(problem=str(error), at_once=True)
-                time.sleep(max(0.0, min(self._backoff.next_sec(), self._left_sec())))
+                self._wait(str(error))
+            except OSError as error:
+                if error.errno in NO_ROOM or (fault := durable.fault_at_persons(error)) is None:
+                    raise
+                self._wait(fault)
             else:
                 self.progress["problem"] = None
                 return done
+
+    def _wait(self, problem: str) -> None:
+        if problem != self.progress["problem"]:
+            log.warning("%s: %s; retrying until hub.fetch_timeout_sec", self._hub.where, problem)
+        self.say(problem=problem, at_once=True)
+        time.sleep(max(0.0, min(self._backoff.next_sec(), self._left_sec())))
 
     def _left_sec(self) -> float:
         return self._request.deadline + self._lookout.paused_sec - awake_time()
@@ -255,23 +265,23 @@ class Download:
         self.progress |= changes
         self.progress["paused_sec"] = self._lookout.paused_sec
         now = time.monotonic()
-        if at_once or now - self._told_at >= PROGRESS_INTERVAL_SEC:
-            self._told_at = now
-            self._tell({**self.progress})
+        if at_once or now - self._reported_at >= PROGRESS_INTERVAL_SEC:
+            self._reported_at = now
+            self._report({**self.progress})
 
 
 class Fetch:
     """The fetch of one model or data set into the cache."""
 
     def __init__(
-        self, request: Request, cache_dir: Path, token: str | None, tell: Tell, token_path: Path = hubs.TOKEN_PATH
+        self, request: Request, cache_dir: Path, token: str | None, report: Report, token_path: Path = hubs.TOKEN_PATH
     ) -> None:
         self._request = request
         self._cache_dir = cache_dir
         self._wanted = request.wanted
         self._hub = Hub(self._wanted, token, token_path=token_path)
         self._dir = snapshot.repository_dir(cache_dir, request.repo_id, request.repo_type)
-        self._download = Download(request, self._hub, self._dir / "blobs", tell)
+        self._download = Download(request, self._hub, self._dir / "blobs", report)
 
     def run(self) -> Path:
         """Fetch everything. Returns the snapshot's complete directory. Raises HonedError."""
@@ -406,7 +416,7 @@ class Fetch:
             yield
 
     def from_os(self, error: OSError) -> HonedError:
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        if error.errno in NO_ROOM:
             return DiskShortError(
                 f"{self._cache_dir}: the disk became full after {gib(self._download.progress['bytes'])} of "
                 f"{self._hub.where}",
@@ -482,7 +492,7 @@ def read_token(layout: Layout, environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
+def fetch(request: Request, layout: Layout, report: Report) -> Path:
     """Fetch what is requested. Returns the snapshot's directory. Raises HonedError if it cannot be fetched."""
     try:
         import huggingface_hub  # noqa: F401, PLC0415
@@ -491,7 +501,7 @@ def fetch(request: Request, layout: Layout, tell: Tell) -> Path:
             f"fetching from the hub is not possible: {error}",
             hint="pip install 'honed[train]', or set policy.hub = false",
         ) from error
-    made = Fetch(request, layout.cache_dir, read_token(layout, os.environ), tell, layout.token_path)
+    made = Fetch(request, layout.cache_dir, read_token(layout, os.environ), report, layout.token_path)
     try:
         return made.run()
     except HonedError:
@@ -521,7 +531,7 @@ def main() -> int:
     if (options.request is None) == (options.repo_id is None):
         parser.error("give either REPO_ID or --request N")
     logs.set_up(verbose=False)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     os.environ |= ENVIRONMENT
     layout = layouts.of(options.root)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,7 +1,7 @@
 """Data sets of the hub: the files of a repository that are a job's rows, and their places in the cache.
 
 The card (README.md) may assign files to configurations and splits, in `configs`. If it does not, a configuration is a
-directory, and the files' names tell the splits, by the rules for local directories (datadir.py). Scripts are never run,
+directory, and the files' names give the splits, by the rules for local directories (datadir.py). Scripts are never run,
 nor fetched.
 
 fetch.py fetches the chosen files, as it does for models, and its record lists them. For a snapshot that another program
@@ -87,16 +87,16 @@ def _of_names(where: str, readable: Sequence[str], place: str, split: str | None
             (root / name).touch()
         top = root / place
         try:
-            found = datadir.files(top, split=split)
+            paths = datadir.files(top, split=split)
         except DatasetError as error:
             hint = error.hint
             if f"path: {top}/" in hint:
                 hint = "write `name:` with one of these below its path to select that configuration"
             raise DatasetError(error.said.replace(str(top), where), hint=hint.replace(str(root), where)) from None
-        mixed = datadir.mixed(top, found) if split is None else None
+        mixed = datadir.mixed(top, paths) if split is None else None
         if mixed is not None and mixed.is_certain:
             raise _several_splits(where, [*mixed.train, *mixed.held_out])
-        return [str(file.relative_to(root)) for file in found]
+        return [str(file.relative_to(root)) for file in paths]
 
 
 def _several_splits(where: str, splits: Sequence[str]) -> DatasetError:
@@ -117,14 +117,14 @@ class _Config:
     name: str
     is_default: bool
     data_dir: str
-    patterns: Mapping[str, tuple[str, ...]]  #: split → patterns; empty if the files' names tell the splits
+    patterns: Mapping[str, tuple[str, ...]]  #: split → patterns; empty if the files' names give the splits
 
 
 def _configs(card: bytes | None) -> list[_Config]:
     """Return the configurations that the card names; empty if it cannot be parsed."""
-    found = re.match(r"---[ \t]*\n(.*?)\n---[ \t]*\n", (card or b"").decode(errors="replace").lstrip("\ufeff"), re.S)
+    head = re.match(r"---[ \t]*\n(.*?)\n---[ \t]*\n", (card or b"").decode(errors="replace").lstrip("\ufeff"), re.S)
     # Only this key is parsed: the rest of a card is long, and often not valid for our YAML reader.
-    block = re.search(r"^configs:.*\n(?:(?:[ \t-].*)?\n)*", found[1] + "\n", re.M) if found else None
+    block = re.search(r"^configs:.*\n(?:(?:[ \t-].*)?\n)*", head[1] + "\n", re.M) if head else None
     if block is None:
         return []
     try:
@@ -190,13 +190,13 @@ def _of_patterns(where: str, readable: Sequence[str], config: _Config, split: st
     for item in splits if split is None else [split]:
         for pattern in config.patterns[item]:
             meant = f"{config.data_dir}/{pattern.removeprefix('./')}".lstrip("/")
-            found = [name for name in readable if _matches(name, meant)]
-            if not found:
+            matches = [name for name in readable if _matches(name, meant)]
+            if not matches:
                 raise DatasetError(
                     f"{where}: its card lists {pattern} as {item} of {config.name}, but there is no such data file",
                     hint="set a `revision` that has it, or download the files and use their paths",
                 )
-            chosen |= dict.fromkeys(found)
+            chosen |= dict.fromkeys(matches)
     return list(chosen)
 
 
@@ -229,8 +229,8 @@ def _directory(where: str, readable: Sequence[str], name: str | None) -> str:
 # --- where they lie --------------------------------------------------------------------------------------------------
 
 
-def wanted(each: DatasetSpec, commit: str | None = None) -> Missing:
-    return Missing(each.path, commit or each.revision or "main", DATASET, each.name, each.split)
+def wanted(dataset: DatasetSpec, commit: str | None = None) -> Missing:
+    return Missing(dataset.path, commit or dataset.revision or "main", DATASET, dataset.name, dataset.split)
 
 
 def find(cache_dir: Path, asked: Missing) -> DatasetPlace | None:
@@ -285,8 +285,8 @@ def placed(job_spec: JobSpec, places: Mapping[str, DatasetPlace]) -> JobSpec:
         return job_spec
 
     def put(key: str, sets: Sequence[DatasetSpec]) -> list[DatasetSpec]:
-        found = [(item, places.get(f"{key}.{number}")) for number, item in enumerate(sets)]
-        return [item if place is None else item.placed(place.path, place.files) for item, place in found]
+        pairs = [(item, places.get(f"{key}.{number}")) for number, item in enumerate(sets)]
+        return [item if place is None else item.placed(place.path, place.files) for item, place in pairs]
 
     sets = {
         "datasets": put("datasets", job_spec.datasets),

@@ -65,8 +65,8 @@ def refuse(path: Path, key: str = "base_model") -> ModelError | None:
             f"{path}: an image generation model (diffusers: model_index.json)",
             hint="training such models is not supported: honed trains language models",
         )
-    if found := _below(path, key):
-        return found
+    if meant := _below(path, key):
+        return meant
     names = sorted(_names(path))
     if not names:
         return ModelError(f"{path}: the directory is empty", hint="copy or fetch the model there first")
@@ -117,9 +117,9 @@ def _below(path: Path, key: str) -> ModelError | None:
     return None
 
 
-def _checkpoints(path: Path, found: list[Path], key: str) -> ModelError | None:
+def _checkpoints(path: Path, checkpoints: list[Path], key: str) -> ModelError | None:
     """Return a refusal that names the newest checkpoint, if the directory is a Trainer's output."""
-    newest_first = sorted(found, key=lambda item: -int(item.name.rpartition("-")[2]))
+    newest_first = sorted(checkpoints, key=lambda item: -int(item.name.rpartition("-")[2]))
     names = quote.first([item.name for item in newest_first], MAX_NAMED)
     what = f"a Trainer's output, with the model in its checkpoints ({names})"
     for item in newest_first:
@@ -156,8 +156,8 @@ def _snapshot(path: Path) -> Path | None:
     commit = reference.read_text(errors="replace").strip()[:64] if reference.is_file() else ""
     if re.fullmatch(r"[0-9a-f]+", commit) and (snapshots / commit).is_dir():
         return snapshots / commit
-    found = [snapshots / name for name in _names(snapshots)]
-    return found[0] if len(found) == 1 else None
+    paths = [snapshots / name for name in _names(snapshots)]
+    return paths[0] if len(paths) == 1 else None
 
 
 def _names(path: Path) -> Iterator[str]:

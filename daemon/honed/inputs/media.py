@@ -426,12 +426,12 @@ def _frame_files(media: Media) -> list[Path]:
     if media.frames or media.path is None or not _is_dir(media.path):
         return list(media.frames)
     try:
-        found = [path for path in media.path.iterdir() if not path.name.startswith(".")]
+        frames = [path for path in media.path.iterdir() if not path.name.startswith(".")]
     except OSError as error:
         raise MediaError(
             f"{media.named}: {error.strerror or error}", hint="check that the job's submitter can read it"
         ) from error
-    images = sorted((item for item in found if item.suffix.lower() in IMAGE_SUFFIXES), key=_natural)
+    images = sorted((item for item in frames if item.suffix.lower() in IMAGE_SUFFIXES), key=_natural)
     if not images:
         raise MediaError(
             f"{media.named}: no frames in this directory", hint=f"frames must end in {' '.join(IMAGE_SUFFIXES)}"
@@ -482,7 +482,7 @@ def _video(media: Media, limits: MediaLimits) -> tuple[list[Image.Image], float 
 
 
 def _timetable(container: Any, stream: Any) -> tuple[list[int], list[int]]:
-    """Return when each frame is shown, and the times at which decoding can start, both sorted; nothing is decoded."""
+    """Return when every frame is shown, and the times at which decoding can start, both sorted; nothing is decoded."""
     times, keys = [], []
     for packet in container.demux(stream):
         when = packet.pts if packet.pts is not None else packet.dts

@@ -88,8 +88,8 @@ def weight_of(turn: Mapping[str, Any], role: str, number: int) -> dict[str, bool
             )
     trained = {key: bool(value) != WEIGHTS[key] for key, value in said.items()}
     if len(set(trained.values())) > 1:
-        told = " and ".join(f"`{key}: {shown(said[key])}`" for key in trained)
-        raise RefusedRowError(f"message {number}: {told} contradict each other", hint="keep only one of them")
+        keys = " and ".join(f"`{key}: {shown(said[key])}`" for key in trained)
+        raise RefusedRowError(f"message {number}: {keys} contradict each other", hint="keep only one of them")
     if any(trained.values()) and role != "assistant":
         key = next(iter(trained))
         raise RefusedRowError(

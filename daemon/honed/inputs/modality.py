@@ -181,18 +181,18 @@ class Senses:
 
     def _tiles(self, width: int, height: int, settings: Mapping[str, Any], tile: int) -> Cost:
         """Idefics3's and SmolVLM's scheme: resized to whole tiles with equal tokens, plus the whole image once more."""
-        each = self._fixed()
+        image = self._fixed()
         longest = _edge(settings.get("size"), "longest_edge") or 4 * tile
         scale = longest / max(width, height)
         across, down = (max(1, math.ceil(round(edge * scale) / tile)) for edge in (width, height))
         is_split = settings.get("do_image_splitting") is not False and across * down > 1
         number = across * down + 1 if is_split else 1
         signs = 2 * number + 1 + (down if is_split else 0)  # the marker tokens around each
-        return Cost(each.tokens * number + signs, each.positions * number, each.window)
+        return Cost(image.tokens * number + signs, image.positions * number, image.window)
 
     def _pinpoints(self, width: int, height: int, points: Any) -> Cost:
         """LLaVA-NeXT's scheme: the best of a list of sizes, in tiles, plus the whole image once more."""
-        each, tile = self._fixed(), self._image_size()
+        image, tile = self._fixed(), self._image_size()
 
         def fit(point: list[int]) -> tuple[float, float]:
             scale = min(point[1] / width, point[0] / height)
@@ -201,10 +201,10 @@ class Senses:
 
         down, across = max(points, key=fit)
         number = max(1, down // tile) * max(1, across // tile) + 1
-        return Cost(each.tokens * number, each.positions * number, each.window)
+        return Cost(image.tokens * number, image.positions * number, image.window)
 
     def _ragged(self, width: int, height: int, longest: int, patch: int) -> Cost:
-        """Pixtral's scheme: as large as allowed, with a marker token at the end of each row of patches."""
+        """Pixtral's scheme: as large as allowed, with a marker token at the end of every row of patches."""
         merge = _whole(self.config.get("spatial_merge_size")) or _whole(self.processor.get("spatial_merge_size")) or 1
         scale = min(1.0, longest / max(width, height))
         across, down = (max(1, math.ceil(edge * scale / (patch * merge))) for edge in (width, height))
@@ -300,8 +300,8 @@ def _int(text: str) -> int:
 
 
 def _section(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = config.get(key)
-    return found if isinstance(found, dict) else {}
+    section = config.get(key)
+    return section if isinstance(section, dict) else {}
 
 
 def _whole(value: Any) -> int | None:

@@ -51,7 +51,7 @@ def missing(job_spec: JobSpec, cache_dir: Path) -> Iterator[Missing]:
         yield Missing(job_spec.base_model, revision)
 
 
-def told(wanted: Missing, layout: Layout) -> str:
+def message(wanted: Missing, layout: Layout) -> str:
     """Return a sentence about a model or data set; also where the hub does not answer."""
     where = f"{wanted.repo_id} at {wanted.revision}"
     try:
@@ -86,7 +86,7 @@ def _names(listing: Listing, wanted: Missing) -> Iterator[str]:
     if wanted.repo_type == snapshot.DATASET:
         try:
             yield from hubdata.choose(listing.files, None, wanted)
-        except HonedError:  # its card, which is not read here, may tell which files are meant
+        except HonedError:  # its card, which is not read here, may say which files are meant
             yield from (name for name in listing.files if form_of(Path(name)) is not None)
         return
     for name in listing.files:

@@ -1,6 +1,6 @@
 """One row of any format, converted into the form that is trained on: the `Example`.
 
-The columns of each format are in form/, one file for each form of rows. All formats but text may have
+The columns of every format are in form/, one file per form of rows. All formats but text may have
 chat_template_kwargs, the chat template's arguments for that row, which take precedence over the job's. They may also
 have images, videos and sounds (see attachment.py). Such a row is always a conversation.
 """
@@ -199,7 +199,7 @@ def unread(row: Mapping[str, Any], format: str, columns: Mapping[str, str]) -> l
     return [key for key, value in row.items() if key not in read and attachment.is_given(value)]
 
 
-def told_unread(names: Sequence[str], format: str) -> str:  # noqa: A002
+def unread_message(names: Sequence[str], format: str) -> str:  # noqa: A002
     """Return a sentence on columns that are not read; it explains `weight` if one of them looks like a weight."""
     named = quote.names(names[:MAX_COLUMNS], "`{}`")
     named += f", and {len(names) - MAX_COLUMNS} more" if len(names) > MAX_COLUMNS else ""

@@ -8,7 +8,7 @@
     box_iou         intersection over union of boxes; several are paired greedily, missing and surplus boxes count 0
     numeric_match   the same number: the one after ####, else the last in the text
 
-An answer that cannot be parsed scores 0, and is counted: beside each score is `<name>_parsable`, the share of answers
+An answer that cannot be parsed scores 0, and is counted: beside every score is `<name>_parsable`, the share of answers
 that could be parsed. A prediction that failed is no answer, and is left out.
 
 Other metrics are added through the entry point group `honed.metrics`: the entry point's name is the metric's, its value
@@ -53,14 +53,14 @@ class Metric:
 
 @dataclass(frozen=True)
 class Scores:
-    """One round's scores, and the errors of administrators' metrics, one sentence for each metric."""
+    """One round's scores, and the errors of administrators' metrics, one sentence per metric."""
 
     figures: dict[str, float]
     faults: list[str]
 
 
 def score(predictions: Sequence[str | None], truths: Sequence[str], metrics: Iterable[Metric]) -> Scores:
-    """Return the mean of each metric over all pairs with a truth and an answer (None is no answer); no scores if fewer
+    """Return the mean of every metric over all pairs with a truth and an answer (None is no answer); no scores if fewer
     than `MIN_ANSWERED` of the truths have one. Reasoning before an answer is left out if the truth has none."""
     asked = [(text, truth) for text, truth in zip(predictions, truths, strict=True) if truth.strip()]
     pairs = [(answer(text, truth), truth) for text, truth in asked if text is not None]
@@ -113,25 +113,25 @@ def find(name: str) -> Metric:
 
 def recognise(truths: Sequence[str]) -> list[str]:
     """Return the names of the metrics that fit the expected answers; empty if there are none."""
-    told = [truth for truth in truths if truth.strip()]
-    if not told:
+    given = [truth for truth in truths if truth.strip()]
+    if not given:
         return []
     names = ["exact_match"]
-    if all(isinstance(_structure(truth), dict | list) for truth in told):
+    if all(isinstance(_structure(truth), dict | list) for truth in given):
         names += ["valid_json", "field_match"]
-    if all(_boxes(truth) for truth in told):
+    if all(_boxes(truth) for truth in given):
         names.append("box_iou")
-    if all(_is_number(truth) for truth in told):
+    if all(_is_number(truth) for truth in given):
         names.append("numeric_match")
     if len(names) > 1:
         return names
-    lengths = sorted(len(_words(truth)) for truth in told)
+    lengths = sorted(len(_words(truth)) for truth in given)
     return [*names, "token_f1", *(["rouge_l"] if lengths[len(lengths) // 2] >= MIN_PROSE_WORDS else [])]
 
 
 # --- Text -------------------------------------------------------------------------------------------------------------
 
-#: A word; in scripts written without spaces (Thai, Chinese, Japanese) each character is one.
+#: A word; in scripts written without spaces (Thai, Chinese, Japanese) every character is one.
 _WORD = re.compile(
     r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]+"
 )
@@ -209,7 +209,7 @@ def _field_match(text: str, truth: str) -> float | None:
 
 
 def _fields(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield each leaf value with its path; an empty list or mapping is a leaf."""
+    """Yield every leaf value with its path; an empty list or mapping is a leaf."""
     match value:
         case dict() if value:
             for key, item in value.items():
@@ -281,9 +281,9 @@ def _boxes(text: str) -> list[Box]:
     if structure is not _NONE:
         return list(_structured_boxes(structure))
     for pattern, places in ((_LOCATIONS, (1, 0, 3, 2)), (_CORNERS, (0, 1, 2, 3)), (_FOUR, (0, 1, 2, 3))):
-        found = [[float(number) for number in match.groups()] for match in pattern.finditer(text)]
-        if found:
-            return [_box(*(numbers[place] for place in places)) for numbers in found]
+        boxes = [[float(number) for number in match.groups()] for match in pattern.finditer(text)]
+        if boxes:
+            return [_box(*(numbers[place] for place in places)) for numbers in boxes]
     return []
 
 
@@ -340,10 +340,10 @@ _ALONE = re.compile(rf"[^\w\s]{{0,3}}(?:{_FIGURE.pattern})\s?[^\d\s,]{{0,4}}")
 
 def _number(text: str) -> float | None:
     """Return the number after `####`, as in GSM8K, else the last number of a text; None without one."""
-    found = _FIGURE.findall(text.rsplit("####", 1)[-1])
-    if not found:
+    figures = _FIGURE.findall(text.rsplit("####", 1)[-1])
+    if not figures:
         return None
-    digits = re.sub(r"[,\u00a0\u202f]", "", found[-1]).replace("−", "-")
+    digits = re.sub(r"[,\u00a0\u202f]", "", figures[-1]).replace("−", "-")
     with contextlib.suppress(ValueError):
         return number if math.isfinite(number := float(digits)) else None
     return None

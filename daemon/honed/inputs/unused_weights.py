@@ -14,7 +14,7 @@ from honed.inputs import modality
 from honed.system import quote
 from honed.system.error import ModelError
 
-#: Buffers that older versions stored, which each load makes anew, and heads that predict several tokens at once (MTP),
+#: Buffers that older versions stored, which every load makes anew, and heads that predict several tokens at once (MTP),
 #: which no model of transformers has.
 _HARMLESS = re.compile(
     r"rotary|inv_freq|position_ids$|masked_bias$|attn\.bias$|attention\.bias$|(^|\.)(mtp|nextn)\w*\."
@@ -30,7 +30,7 @@ def check(path: Path, unplaced: Iterable[str], wanted: Iterable[str]) -> str:
     `wanted` are the model's own names. Raises ModelError for weights of a layer that the model has.
     """
     names = sorted(name for name in unplaced if not _HARMLESS.search(name))
-    layers = {found[0] for name in wanted if (found := _LAYER.match(name))}
+    layers = {match[0] for name in wanted if (match := _LAYER.match(name))}
     foreign = [name for name in names if _is_of_another_architecture(name, layers)]
     if foreign:
         raise ModelError(

@@ -1,66 +1,124 @@
-"""Takes the connections of honed-web's unix sockets, faster than somebody can make them, so that the kernel's backlog
-has room for the next client, who may be root: asyncio would take a few in a round, and make a transport for all.
-
-Of those that one holder makes while the backlog is never empty, it takes as many as are answered in a moment; the rest
-get the answer that there is no place.
-"""
+"""honed-web's end of the process that accepts the connections of one unix socket (acceptor_process.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import socket
 import stat
-import struct
-from collections import Counter
+import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from honed.page.acceptor_process import COUNT, HOLDER, MAX_MESSAGE_BYTES
 from honed.page.answer import no_place_at_all
-from honed.page.place import Kind, Places
-from honed.system.door import OF_CLIENT
-from honed.system.holder import Holders
-from honed.system.place import is_own
+from honed.page.place import Kind
+from honed.system import python
+from honed.system.backoff import Backoff
 
-#: Connections taken in a round, and of one holder until the backlog is empty, but for root and our own user.
-MAX_ACCEPTED, MAX_PER_HOLDER = 512, 96
-_CREDENTIALS = struct.Struct("3I")
-_NO_PLACE = no_place_at_all(Kind.USER)
-#: Seconds until the next attempt after one without a free descriptor.
-PAUSE_SEC = 1.0
+log = logging.getLogger("honed.page.server")
+
+#: Connections taken in a round of the event loop.
+MAX_TAKEN = 64
+#: Seconds until the process is started again after its end, doubled each time; and the longest.
+FIRST_PAUSE_SEC, MAX_PAUSE_SEC = 0.1, 10.0
+#: Seconds until the next try to send it something, if it is too busy to read.
+FLUSH_SEC = 0.1
+
+
+class _Process:
+    """The process, and the link to it. Raises OSError if it cannot be started."""
+
+    def __init__(self, listening: socket.socket, count_fd: int) -> None:
+        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._loop = asyncio.get_running_loop()
+        self._ended = bytearray()  # the holders of connections that have ended, not sent yet
+        try:
+            self.link.send(no_place_at_all(Kind.USER))
+            self.link.setblocking(False)
+            fds = (listening.fileno(), theirs.fileno(), count_fd)
+            command = python.module("honed.page.acceptor_process", *map(str, fds))
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)
+        except BaseException:
+            self.link.close()
+            raise
+        finally:
+            theirs.close()
+
+    def give_back(self, holder: int) -> None:
+        """Tell the process that a connection of this holder has ended."""
+        if not self._ended:
+            self._loop.call_soon(self._flush)
+        self._ended += HOLDER.pack(holder)
+
+    def _flush(self) -> None:
+        try:
+            while self._ended:
+                del self._ended[: self.link.send(self._ended[:MAX_MESSAGE_BYTES])]
+        except BlockingIOError:
+            self._loop.call_later(FLUSH_SEC, self._flush)
+        except OSError:  # it has ended, and its counts with it
+            self._ended.clear()
+
+    def end(self) -> None:
+        self.link.close()
+        self._process.kill()
+        self._process.wait()
 
 
 class Acceptor:
-    """Takes the connections of one unix socket, in an event loop."""
+    """Makes connections of those of one unix socket, in an event loop. `make` returns the protocol of a new one, which
+    calls its argument when the connection is lost."""
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        places: Places,
-        holders: Holders,
-        protocol: Callable[[], asyncio.Protocol],
-    ) -> None:
+    def __init__(self, listening: socket.socket, make: Callable[[Callable[[], None]], asyncio.Protocol]) -> None:
         listening.setblocking(False)
         self.listening = listening
-        self._places = places
-        self._protocol = protocol
-        self._holders = holders
-        self._num_of: Counter[int] = Counter()  #: taken since the backlog was empty, by holder
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._make = make
         self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._count_file = os.fdopen(os.memfd_create("honed-refused"), "w+b", buffering=0)
+        self._count_file.write(COUNT.pack(0))
+        self._backoff = Backoff(FIRST_PAUSE_SEC, MAX_PAUSE_SEC)
+        self._process: _Process | None = None
         name = listening.getsockname()
         self.path = Path(name) if isinstance(name, str) and name else None  # None: it has no file
         self._file = self._now()
-        self._begin()
+        self._start()
 
-    def _begin(self) -> None:
-        if self.listening.fileno() >= 0:
-            self._loop.add_reader(self.listening.fileno(), self._accept)
+    def _start(self) -> None:
+        if self.listening.fileno() < 0:
+            return
+        try:
+            self._process = _Process(self.listening, self._count_file.fileno())
+        except OSError as error:
+            self._start_later(f"cannot be started: {error}")
+        else:
+            self._loop.add_reader(self._process.link, self._take, self._process)
+
+    def _start_later(self, why: str) -> None:
+        pause_sec = self._backoff.next_sec()
+        log.error("%s: the process that accepts connections %s; next start in %g s", self.path, why, pause_sec)
+        self._loop.call_later(pause_sec, self._start)
 
     def close(self) -> None:
-        if self.listening.fileno() >= 0:
-            self._loop.remove_reader(self.listening.fileno())
-            self.listening.close()
+        self._end_process()
+        self.listening.close()
+        self._count_file.close()
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._loop.remove_reader(self._process.link)
+            self._process.end()
+            self._process = None
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that were refused because their holders have too many."""
+        number: int = COUNT.unpack(os.pread(self._count_file.fileno(), COUNT.size, 0))[0]
+        return number
 
     @property
     def is_there(self) -> bool:
@@ -74,41 +132,25 @@ class Acceptor:
                 return (info.st_dev, info.st_ino) if stat.S_ISSOCK(info.st_mode) else None
         return None
 
-    def _accept(self) -> None:
-        for _ in range(MAX_ACCEPTED):
+    def _take(self, process: _Process) -> None:
+        for _ in range(MAX_TAKEN):
             try:
-                peer, _ = self.listening.accept()
+                message, fds, _, _ = socket.recv_fds(process.link, HOLDER.size, 1, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
-                self._num_of.clear()
                 return
-            except OSError as error:
-                if error.errno in OF_CLIENT:
-                    continue
-                self._loop.remove_reader(self.listening.fileno())
-                self._loop.call_later(PAUSE_SEC, self._begin)
+            except ConnectionError:
+                message = b""
+            if not message:
+                self._end_process()
+                self._start_later("has ended")
                 return
-            try:
-                self._admit(peer)
-            except OSError:  # it has gone
-                peer.close()
-
-    def _admit(self, peer: socket.socket) -> None:
-        """Make a connection, or refuse it. Raises OSError if the client has gone."""
-        peer.setblocking(False)
-        _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if not is_own(holder := self._holders.of(uid)):
-            self._num_of[holder] += 1
-            if self._num_of[holder] > MAX_PER_HOLDER:
-                self._places.num_refused += 1
-                with peer:
-                    peer.send(_NO_PLACE)
-                return
-        task = self._loop.create_task(self._connect(peer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _connect(self, peer: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(self._protocol, peer)
-        except OSError:
-            peer.close()
+            self._backoff.reset()
+            [holder] = HOLDER.unpack(message)
+            if not fds:  # no descriptor is free here, and the kernel has closed the connection
+                process.give_back(holder)
+                continue
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fds[0])
+            made = partial(self._make, partial(process.give_back, holder))
+            task = self._loop.create_task(self._loop.connect_accepted_socket(made, peer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)

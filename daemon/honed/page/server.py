@@ -82,9 +82,12 @@ class Connection(H11Protocol):
     _awaits_head = True
     _is_refused = False
 
-    def __init__(self, web: Web, patience_sec: float, **settings: Any) -> None:
+    def __init__(
+        self, web: Web, patience_sec: float, *, when_lost: Callable[[], None] = lambda: None, **settings: Any
+    ) -> None:
         super().__init__(**settings)
         self._web = web
+        self._when_lost = when_lost
         self._patience_sec = patience_sec
         #: Timers that end the connection of a client that does not complete a request (head), and of one that does not
         #: read its answer (reader): two, since answers may wait while the next request is already there.
@@ -175,6 +178,7 @@ class Connection(H11Protocol):
         self._web.places.leave(self)
         self._await("head", None)
         self._await("reader", None)
+        self._when_lost()
         super().connection_lost(exc)
 
     def _await(self, what: str, seconds: float | None) -> None:
@@ -211,13 +215,20 @@ class Server(uvicorn.Server):
 
     def _take(self, listening: socket.socket) -> None:
         listening.listen(BACKLOG)
-        self._acceptors.append(Acceptor(listening, self._web.places, self._web.holders, self._make_connection))
+        self._acceptors.append(Acceptor(listening, self._make_connection))
 
-    def _make_connection(self) -> asyncio.Protocol:
+    def _make_connection(self, when_lost: Callable[[], None]) -> asyncio.Protocol:
         made: asyncio.Protocol = self._settings.http_protocol_class(  # type: ignore[call-arg]
-            config=self._settings, server_state=self.server_state, app_state=self.lifespan.state
+            config=self._settings,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            when_lost=when_lost,
         )
         return made
+
+    @property
+    def _num_refused(self) -> int:
+        return self._web.places.num_refused + sum(acceptor.num_refused for acceptor in self._acceptors)
 
     async def on_tick(self, counter: int) -> bool:
         self._notifier.watchdog()
@@ -230,7 +241,7 @@ class Server(uvicorn.Server):
         if counter % 50 == 0:
             self._notifier.status(
                 f"{len(self.server_state.connections)} connections, {self.server_state.total_requests} responses, "
-                f"{self._web.places.num_refused} refused{f'; {self._fault}' if self._fault else ''}"
+                f"{self._num_refused} refused{f'; {self._fault}' if self._fault else ''}"
             )
         is_idle = self._idle_sec is not None and now - self._busy_at >= self._idle_sec
         return await super().on_tick(counter) or is_idle
@@ -247,6 +258,7 @@ class Server(uvicorn.Server):
             except HonedError as error:
                 self._fault = error.message
                 continue
+            self._web.places.num_refused += acceptor.num_refused
             acceptor.close()
             self._acceptors.remove(acceptor)
             self._take(made)

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from honed.inputs.basemodel import BITS, BaseModelInfo
+from honed.inputs.form import base as forms
 from honed.inputs.media import NUM_FRAMES, Facts, fitted_size, num_taken
 from honed.inputs.modality import NOTHING, Cost
 from honed.job.plan_file import Precision
 from honed.plan import loss, parameter, precision
 from honed.plan.parameter import Parameter, Sizes, TokenRows
+from honed.spec import kind
 from honed.spec.media import Kind, MediaLimits
 from honed.spec.spec import JobSpec
 from honed.system.device import Device
@@ -132,7 +134,8 @@ def num_bytes(
     training = spec.training
     is_half = choices.load_dtype in precision.HALF or choices.bf16 or choices.fp16
     bytes_each = 2 if is_half else 4
-    batch = rows_at_once(training.per_device_train_batch_size, num_rows)
+    num_answers = forms.of(kind.of(spec).form).num_answers
+    batch = rows_at_once(training.per_device_train_batch_size, num_rows) * num_answers
     tokens = batch * size.length
     unit = tokens * bytes_each
     layer = unit * (KEPT_HIDDEN * widths.hidden + KEPT_MLP * widths.mlp)

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from honed.job.plan_file import PlanFile
 from honed.run.rehearsed import Kept
 from honed.run.snapshot import Missing
-from honed.system.error import Fix, HonedError, from_dict
+from honed.system.error import MAX_CHARS, Fix, HonedError, from_dict
 
 #: The range that SQLite and every JSON reader support.
 _Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
@@ -82,6 +82,18 @@ class Refused:
 
 
 Answer = Passed | Refused
+
+
+@dataclass(frozen=True)
+class Postponed:
+    """A job file whose check a fault of the machine has ended, such as too many open files: it is checked again."""
+
+    id: int
+    fault: str
+    is_of_helper: bool = False  #: it may be the helper's own; not in the line
+
+    def to_line(self) -> bytes:
+        return json.dumps({"id": self.id, "ok": None, "fault": self.fault}).encode() + b"\n"
 
 
 # -- the shape of the lines --------------------------------------------------------------------------------------------
@@ -212,12 +224,19 @@ class _RefusedLine(TypedDict):
     rehearsed: NotRequired[_Rehearsed]
 
 
+class _PostponedLine(TypedDict):
+    id: int
+    ok: None
+    fault: Annotated[str, Field(max_length=MAX_CHARS), AfterValidator(_printable)]
+
+
 _LINE: TypeAdapter[Any] = TypeAdapter(
-    Annotated[_PassedLine | _RefusedLine, Field(discriminator="ok")], config=ConfigDict(defer_build=True)
+    Annotated[_PassedLine | _RefusedLine | _PostponedLine, Field(discriminator="ok")],
+    config=ConfigDict(defer_build=True),
 )
 
 
-def read(line: bytes, request_id: int) -> Answer | None:
+def read(line: bytes, request_id: int) -> Answer | Postponed | None:
     """Return the answer to this request; None for anything else."""
     try:
         answer: dict[str, Any] = _LINE.validate_python(json.loads(line), strict=True)
@@ -226,7 +245,9 @@ def read(line: bytes, request_id: int) -> Answer | None:
         return None
     if answer.pop("id") != request_id:
         return None
-    if not answer.pop("ok"):
+    if (is_ok := answer.pop("ok")) is None:
+        return Postponed(request_id, answer["fault"])
+    if not is_ok:
         return Refused(request_id, from_dict(answer["error"]), kept)
     missing = answer["needs_fetch"]
     changed = {

@@ -61,6 +61,17 @@ def fault_at_persons(error: BaseException) -> str | None:
     return None if getattr(error, "errno", None) in OWNERS_ERRNOS else machine_fault(error)
 
 
+def cause_at_persons(error: BaseException) -> OSError | None:
+    """Return the error of the system for which, in the end, an exception was raised, if `fault_at_persons` says that
+    the machine is at fault. Subclasses of libraries are left out: those of PyAV say that a file is broken."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and type(cause).__module__ == "builtins" and fault_at_persons(cause):
+            return cause
+        cause = cause.__cause__
+    return None
+
+
 def sync_dir(path: Path) -> None:
     """Make the names in a directory durable."""
     sync_and_close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))

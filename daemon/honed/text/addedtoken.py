@@ -1,6 +1,6 @@
 """Tokens that a checkpoint's settings add to those of its tokenizer.json, or change there, as transformers does.
 
-    added_tokens_decoder, else added_tokens.json    each token, in the order of the ids
+    added_tokens_decoder, else added_tokens.json    every token, in the order of the ids
     eos_token, …, image_token, …                    those that are no added token yet
     extra_special_tokens                            the same
 
@@ -91,7 +91,7 @@ def add(backend: Any, tokens: tuple[Added, ...]) -> None:
     backend.add_tokens([tokenizers.AddedToken(**token._asdict()) for token in tokens])
 
 
-def told(known: Mapping[int, Added], used: Mapping[int, Added], settings: Mapping[str, Any]) -> str:
+def message(known: Mapping[int, Added], used: Mapping[int, Added], settings: Mapping[str, Any]) -> str:
     """Return what the tokens in use have that those of tokenizer.json have not; empty if nothing."""
     added = [f"{_shown(item)} ({number})" for number, item in used.items() if number not in known]
     changed = [
@@ -99,12 +99,12 @@ def told(known: Mapping[int, Added], used: Mapping[int, Added], settings: Mappin
         for number, item in used.items()
         if number in known and (flags := item.but(known[number]))
     ]
-    told = [f"adds {_list(added)} to the tokens of tokenizer.json"] if added else []
-    told += [f"changes {_list(changed)} in tokenizer.json"] if changed else []
+    changes = [f"adds {_list(added)} to the tokens of tokenizer.json"] if added else []
+    changes += [f"changes {_list(changed)} in tokenizer.json"] if changed else []
     words = []
-    if told:
+    if changes:
         words.append(
-            f"tokenizer_config.json {' and '.join(told)}: rows are tokenized so, as by transformers; programs that "
+            f"tokenizer_config.json {' and '.join(changes)}: rows are tokenized so, as by transformers; programs that "
             "read tokenizer.json alone give other ids"
         )
     if moved := list(_moved(used, settings)):
@@ -115,8 +115,8 @@ def told(known: Mapping[int, Added], used: Mapping[int, Added], settings: Mappin
 def _moved(used: Mapping[int, Added], settings: Mapping[str, Any]) -> Iterator[str]:
     numbers = {item.content: number for number, item in used.items()}
     for number, item in (settings.get("added_tokens_decoder") or {}).items():
-        if (found := numbers.get(_content(item))) is not None and found != int(number):
-            yield f"{_shown(used[found])} {found} instead of {number}"
+        if (known_as := numbers.get(_content(item))) is not None and known_as != int(number):
+            yield f"{_shown(used[known_as])} {known_as} instead of {number}"
 
 
 def _shown(token: Added) -> str:

@@ -85,19 +85,19 @@ class Advice:
 
     def on_row(self, example: Example, omitted: Sequence[Omission]) -> str:
         """Return advice for a row of which the template leaves out some; settings are tried where possible."""
-        found: list[str] = []
+        advice: list[str] = []
         for kind in dict.fromkeys(item.kind for item in omitted):
             tried = {"reasoning": self._tried_reasoning, "system": self._tried_system}.get(kind)
-            found.append((tried(example) if tried else "") or f"{WORDS[kind]}: {_ADVICE[kind]}")
-        return "; ".join(found)
+            advice.append((tried(example) if tried else "") or f"{WORDS[kind]}: {_ADVICE[kind]}")
+        return "; ".join(advice)
 
     def on_omissions(self, lost: Tally) -> str:
         """Return advice on all that rows lose."""
         return "; ".join(self.on_row(*lost.rows[kind]) for kind, _ in lost.kinds.most_common())
 
-    def on_asking(self, found: Mismatches) -> str:
+    def on_asking(self, mismatches: Mismatches) -> str:
         """Return advice on prompts that differ from training; settings are tried where possible."""
-        if (example := found.example) is None:
+        if (example := mismatches.example) is None:
             return ""
         template = self.renderers.own.template
         for name in _switches(str(template)):

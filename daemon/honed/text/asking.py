@@ -50,7 +50,7 @@ class Mismatches:
         first = self if self.num_rows else other
         return Mismatches(self.num_rows + other.num_rows, first.first, first.example)
 
-    def told(self, num_rows: int, advice: str) -> str:
+    def message(self, num_rows: int, advice: str) -> str:
         """Return a message for the rows' owner; empty where all prompts are as trained."""
         if not self.num_rows:
             return ""

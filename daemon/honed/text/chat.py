@@ -8,7 +8,7 @@ where a turn lies, so it is found by rendering:
     turn                                                             [..........................................]
 
 Where the shorter renderings are prefixes of the whole one, they give the turn. Where they are not (a template that
-omits earlier reasoning, or treats the last turn specially), each message is found in the whole conversation by
+omits earlier reasoning, or treats the last turn specially), every message is found in the whole conversation by
 rendering it again with only that message replaced by a mark. A turn that cannot be found is an error of that row, never
 a guess.
 
@@ -73,7 +73,7 @@ class Encoded:
     media_end: int = 0  #: images, videos and sounds lie in the tokens before this one
     _shown: tuple[tuple[str, str], ...] = field(
         default=(), repr=False, compare=False
-    )  #: for each image, video or sound: its text, and the label that people see
+    )  #: per image, video or sound: its text, and the label that people see
     omitted: tuple[Omission, ...] = field(default=(), compare=False)  #: parts of the row that the template leaves out
     mismatch: Mismatch | None = field(default=None, compare=False)  #: of its last turn's prompt with training
     answers: tuple[Encoded, ...] = ()  #: of a row with several, each alone; the fields above have them end to end
@@ -118,14 +118,14 @@ class Encoded:
         """Return the row's text in pieces, trained and not, with an image's tokens as `[image 12×9 tokens]`."""
         if self.answers:
             return [piece for answer in self.answers for piece in answer.segments()]
-        found, shown = list[Segment](), list(self._shown)
+        pieces, shown = list[Segment](), list(self._shown)
         for a, b, is_trained in runs_of(self.trained):
             text, at = self._pieces(a, b), 0
             while shown and (start := text.find(shown[0][0], at)) >= 0:
                 written, seen = shown.pop(0)
                 text, at = text[:start] + seen + text[start + len(written) :], start + len(seen)
-            found.append({"text": text, "trained": is_trained})
-        return found
+            pieces.append({"text": text, "trained": is_trained})
+        return pieces
 
     def truncate(self, max_length: int | None) -> Encoded:
         """Cut the row to its first `max_length` tokens, as trainers do. Raises MediaCutError if that cuts media."""
@@ -230,7 +230,7 @@ class ChatFormat:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens at which generation stops: eos, and each end of a turn that is one token.
+        """Tokens at which generation stops: eos, and every end of a turn that is one token.
 
         An end after which an answer that begins with reasoning continues is not among them.
         """
@@ -294,13 +294,13 @@ class ChatFormat:
             carried = carry(rendered.text, rendered.places, expanded.text, added_tokens(self.tokenizer))
         except ValueError as error:
             raise DatasetError(f"{where(example)}: {error}", hint=_PROCESSOR_HINT) from error
-        found = self.tokens.mask(expanded.text, carried.spans(rendered.spans))
-        if found is None:
+        masked = self.tokens.mask(expanded.text, carried.spans(rendered.spans))
+        if masked is None:
             raise DatasetError(
                 f"{where(example)}: a token contains both trained and masked text",
                 hint=_PROCESSOR_HINT,
             )
-        ids, trained, pieces = found
+        ids, trained, pieces = masked
         if ids != expanded.input_ids:
             raise DatasetError(
                 f"{where(example)}: the processor and the tokenizer produce different tokens",
@@ -365,15 +365,15 @@ def _masked(
 
 def _omitted(renderer: Renderer, conversation: Conversation, example: Example) -> tuple[Omission, ...]:
     """Return the parts of the row that the template leaves out. Raises SilencedError if a trained turn is empty."""
-    found = renderer.omitted(example, conversation.text)
-    for i in conversation.trained_indices if found else ():
-        if renderer.is_silenced(example, i, found) and not said_in_tags(conversation.shown(i)):
+    omissions = renderer.omitted(example, conversation.text)
+    for i in conversation.trained_indices if omissions else ():
+        if renderer.is_silenced(example, i, omissions) and not said_in_tags(conversation.shown(i)):
             raise SilencedError(
                 f"{where(example)}: the chat template leaves out all text of message {i + 1}, from the assistant, so "
                 "only its end would be trained",
                 hint=SILENCED_HINT,
             )
-    return tuple(found)
+    return tuple(omissions)
 
 
 def _asked(renderer: Renderer, example: Example) -> tuple[str, str]:

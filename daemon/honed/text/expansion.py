@@ -61,11 +61,11 @@ class Carried:
 def added_text(with_it: str, without: str, tokens: Sequence[str]) -> str:
     """Return the part of `with_it` that `without` lacks, from the first added token to the last; empty for none."""
     pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
-    found, other = list(pattern.finditer(with_it)), [match.group() for match in pattern.finditer(without)]
-    named = [match.group() for match in found]
+    matches, other = list(pattern.finditer(with_it)), [match.group() for match in pattern.finditer(without)]
+    named = [match.group() for match in matches]
     head = common(named, other)
     tail = common(named[head:][::-1], other[head:][::-1])
-    more = found[head : len(found) - tail]
+    more = matches[head : len(matches) - tail]
     return with_it[more[0].start() : more[-1].end()] if more else ""
 
 
@@ -77,7 +77,7 @@ def find_places(text: str, placeholders: Mapping[Kind, str]) -> list[Place]:
 
 
 def carry(text: str, places: Sequence[Place], expanded: str, tokens: Sequence[str] = ()) -> Carried:
-    """Map the text between the places to the expanded text. Raises ValueError where that cannot be told.
+    """Map the text between the places to the expanded text. Raises ValueError where that cannot be known.
 
     `tokens` are those whose spelling is not text: `ok` is not found in `<image_soft_token>`.
     """

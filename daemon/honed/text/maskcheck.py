@@ -168,19 +168,19 @@ class _Turns:
         """Return the messages that one run of trained tokens holds, in order; at least one. Raises MaskError."""
         text, at, matched = squeeze(self._row.said(run, is_cut=is_cut)), 0, list[int]()
         ends = [squeeze(end) for end in self._probe.ends]
-        rest, told = "", 0
+        rest, reached = "", 0
         for i in awaited[:1] if is_alone else awaited:
             message = self._messages[i]
-            found = self._place(text, at, i, is_cut=is_cut)
-            if found is None:
+            span = self._place(text, at, i, is_cut=is_cut)
+            if span is None:
                 break
-            if matched and found[0] == found[1] and not any(end in text[at:] for end in ends):
+            if matched and span[0] == span[1] and not any(end in text[at:] for end in ends):
                 break  # an empty turn, and nothing is left of this run: the turn has its own
             if not matched or not _is_simple(message):
-                self._check_front(text[at : found[0]], i, run)
-            rest += text[at : found[0]]
-            told = found[1]
-            at = told + next((len(end) for end in ends if text.startswith(end, told)), 0)
+                self._check_front(text[at : span[0]], i, run)
+            rest += text[at : span[0]]
+            reached = span[1]
+            at = reached + next((len(end) for end in ends if text.startswith(end, reached)), 0)
             matched.append(i)
         if not matched:
             said = shorten(words(self._messages[awaited[0]]))
@@ -189,24 +189,24 @@ class _Turns:
                 f"text{quote.aside(f', {said!r},')} is not in the trained text",
                 run[0],
             )
-        self._check_back(text[told:], matched[-1], run)
-        self._check_foreign(rest + "\n" + text[told:], run)
+        self._check_back(text[reached:], matched[-1], run)
+        self._check_foreign(rest + "\n" + text[reached:], run)
         return matched
 
     def _place(self, text: str, at: int, i: int, *, is_cut: bool) -> Span | None:
         """Return the span of message i's words in a run, or None; in a truncated run, a beginning of them is enough."""
         message = self._messages[i]
         content = squeeze(words(message))
-        told = [content, squeeze(words(message).split("</think>")[-1])]
+        wanted = [content, squeeze(words(message).split("</think>")[-1])]
         names = [squeeze(call.get("function", call)["name"]) for call in message.get("tool_calls") or []]
-        for word in told if content else names[:1] or [""]:
+        for word in wanted if content else names[:1] or [""]:
             if word in text[at:]:
                 start = text.index(word, at)
                 called = [text.find(name, start + len(word)) + len(name) for name in names if name in text[start:]]
                 if len(called) == len(names) or is_cut or not content:
                     return start, max([start + len(word), *called])
         if content and names:
-            by_name, by_words = _found(names[:1], text, at), _found(told, text, at)
+            by_name, by_words = _found(names[:1], text, at), _found(wanted, text, at)
             if by_name and by_words:  # the template writes the calls first
                 return min(by_name[0], by_words[0]), max(by_name[1], by_words[1])
             # Many templates show a turn's words or its calls, not both.
@@ -218,7 +218,7 @@ class _Turns:
         fronts = ["", *[squeeze(lead) for _, lead in self._probe.fronts]]
         bare = [text[at:].removeprefix(front) for front in fronts]
         if any(front.startswith(text[at:]) for front in fronts) or any(
-            word.startswith(part) or part.startswith(word) for word in told for part in bare
+            word.startswith(part) or part.startswith(word) for word in wanted for part in bare
         ):
             return at, len(text)
         return None if _is_simple(message) else (at, len(text))
@@ -255,7 +255,7 @@ class _Turns:
         ends = [squeeze(end) for end in self._probe.ends if squeeze(end) not in said]
         if not back or back in self._probe.backs or back in ends:
             return
-        if self._messages[i].get("tool_calls") and self._told(i).endswith(back):
+        if self._messages[i].get("tool_calls") and self._rendered_to(i).endswith(back):
             return  # one of several calls ends as the last does
         if any(back.find(end) not in (-1, len(back) - len(end)) for end in ends if end):
             raise self._row.error(f"more than message {i + 1} and its end token is trained on", run[1] - 1)
@@ -267,8 +267,8 @@ class _Turns:
         own = squeeze(str([self._messages[i] for i in trained]))
         own += "".join(map(squeeze, [*probe.ends, *probe.backs, *(part for front in probe.fronts for part in front)]))
         for i, message in enumerate(self._messages):
-            told = squeeze(words(message))
-            if i not in trained and len(told) >= _MIN_FOREIGN and told in rest and told not in own:
+            foreign = squeeze(words(message))
+            if i not in trained and len(foreign) >= _MIN_FOREIGN and foreign in rest and foreign not in own:
                 raise self._row.error(f"message {i + 1}, from the {message['role']}, is trained on", run[0])
 
     def _check_order(self, run: Span, turns: list[int]) -> None:
@@ -277,17 +277,17 @@ class _Turns:
         Turns with the same words that precede the trained one must lie before the run, and those that follow it, after.
         """
         for i in turns:
-            told = squeeze(words(self._messages[i]))
+            text = squeeze(words(self._messages[i]))
             same = [
                 k
                 for k, m in enumerate(self._messages)
-                if m["role"] == "assistant" and k not in turns and _is_simple(m) and told and told == squeeze(words(m))
+                if m["role"] == "assistant" and k not in turns and _is_simple(m) and text and text == squeeze(words(m))
             ]
             if not any(k in self._example.untrained for k in same):
                 continue
             before, after = squeeze(self._row.text(0, run[0])), squeeze(self._row.text(run[1], len(self._row.ids)))
             num_before, num_after = sum(k < i for k in same), sum(k > i for k in same)
-            if before.count(told) < num_before or (not self._row.is_truncated and after.count(told) < num_after):
+            if before.count(text) < num_before or (not self._row.is_truncated and after.count(text) < num_after):
                 raise self._row.error(f"a turn of weight 0 with the same text as message {i + 1} is trained on", run[0])
 
     def _check_edges(self, run: Span, content: str, *, is_cut: bool) -> None:
@@ -330,7 +330,7 @@ class _Turns:
         following = messages[i + 1] if i + 1 < len(messages) else None
         calls = bool(messages[i].get("tool_calls"))
         missing = self._probe.unwritten_call if calls else self._probe.unwritten
-        # Where no mark is a token, a call's end cannot be told from its arguments' end, and is trained with it.
+        # Where no mark is a token, a call's end looks like its arguments' end, and is trained with it.
         if following is None and (missing or (ends and (after or not calls))):
             raise self._row.error(
                 "the row ends without the end token of a turn, so the model would not learn to stop", run[1]
@@ -338,17 +338,17 @@ class _Turns:
         if following is not None and following["role"] == "assistant":
             return
         # By the row alone: the turn rendered without what follows it, and the mark with which that begins.
-        told = self._told(i)
+        rendered = self._rendered_to(i)
         whole, reached = squeeze(self._row.text(0, len(self._row.ids))), len(squeeze(self._row.text(0, run[1])))
-        if told.startswith(whole[:reached]) and whole.startswith(told) and len(told) > reached:
-            end = quote.mark(repr(whole[reached : len(told)]))
+        if rendered.startswith(whole[:reached]) and whole.startswith(rendered) and len(rendered) > reached:
+            end = quote.mark(repr(whole[reached : len(rendered)]))
             raise self._row.error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
         marks = [mark for mark in turn_marks(self._renderer.tokenizer) if squeeze(after).startswith(squeeze(mark))]
         if marks and not any(text.endswith(mark) for mark in turn_marks(self._renderer.tokenizer)):
             end = quote.mark(repr(marks[0]))
             raise self._row.error(f"the end of message {i + 1}, {end}, is not trained on", run[1])
 
-    def _told(self, i: int) -> str:
+    def _rendered_to(self, i: int) -> str:
         """Return the conversation up to message i, rendered alone and without white space; empty if it is refused."""
         try:
             return squeeze(self._renderer.render(self._messages[: i + 1], self._example.tools))
@@ -369,11 +369,11 @@ def placeholder_ids(*sources: Any) -> frozenset[int]:
 
     A source is a tokenizer, a processor, or a model's config as a dict.
     """
-    found: set[int] = set()
+    ids: set[int] = set()
     for source in sources:
         named = source if isinstance(source, Mapping) else _named_ids(source)
-        found |= {token for name, token in named.items() if _PLACEHOLDER.search(name) and type(token) is int}
-    return frozenset(token for token in found if token >= 0)
+        ids |= {token for name, token in named.items() if _PLACEHOLDER.search(name) and type(token) is int}
+    return frozenset(token for token in ids if token >= 0)
 
 
 #: `image_token_id`, `vision_start_token_id`, `boi_token_id`, `audio_token_index`, `vision_eos_token_id`, …

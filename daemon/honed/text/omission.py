@@ -91,10 +91,10 @@ class Omission:
         return {"kind": self.kind, "message": None if self.message is None else self.message + 1, "text": self.text}
 
 
-def line(told: OmittedRow) -> str:
+def line(row: OmittedRow) -> str:
     """Return a dict made by `as_dict` in words, for the row's owner."""
-    number = told["message"]
-    return quote.show(str(Omission(told["kind"], None if number is None else number - 1, told["text"])))
+    number = row["message"]
+    return quote.show(str(Omission(row["kind"], None if number is None else number - 1, row["text"])))
 
 
 @dataclass(frozen=True)
@@ -142,19 +142,19 @@ class Finder:
                     is_found = is_found and squeeze(item.value[a:b]) in squeezed
         if is_found and shape in self._shown:
             return []
-        found = self._tried(messages, tools, texts, 0.5)
-        if not found and not is_found:  # the template rewrites or cuts some text
-            found = self._tried(messages, tools, texts, 0.0) or self._tried(messages, tools, texts, 1.0)
-        if not found:
+        lost = self._tried(messages, tools, texts, 0.5)
+        if not lost and not is_found:  # the template rewrites or cuts some text
+            lost = self._tried(messages, tools, texts, 0.0) or self._tried(messages, tools, texts, 1.0)
+        if not lost:
             if len(self._shown) >= MAX_REMEMBERED:
                 self._shown.clear()
             self._shown.add(shape)
-        return found
+        return lost
 
     def is_silenced(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, i: int, found: Iterable[Omission]
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, i: int, lost: Iterable[Omission]
     ) -> bool:
-        """Return True if message i says something and the template shows none of it; `found` is what its row loses."""
+        """Return True if message i says something and the template shows none of it; `lost` is what its row loses."""
         texts = list(_texts(messages, tools))
         said = sum(len(text.pieces) for text in texts if text.message == i and text.kind != "name")
 
@@ -164,7 +164,7 @@ class Finder:
         # A template that cuts a text may leave out its middle, and show its beginning or end.
         return (
             said > 0
-            and is_lost(found)
+            and is_lost(lost)
             and all(is_lost(self._tried(messages, tools, texts, where)) for where in (0.0, 1.0))
         )
 
@@ -177,12 +177,12 @@ class Finder:
         if rendered is not None:
             return _missing(texts, mark, rendered)
         # The template interprets some text as more than text: each kind is tried separately, refused kinds are skipped.
-        found: list[Omission] = []
+        omissions: list[Omission] = []
         for kind in dict.fromkeys(text.kind for text in texts):
             some = [text for text in texts if text.kind == kind]
             rendered = self._marked(messages, tools, some, mark, where)
-            found += _missing(some, mark, rendered) if rendered is not None else []
-        return sorted(found, key=lambda item: -1 if item.message is None else item.message)
+            omissions += _missing(some, mark, rendered) if rendered is not None else []
+        return sorted(omissions, key=lambda item: -1 if item.message is None else item.message)
 
     def _marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, texts: Iterable[_Text], mark: str, where: float
@@ -213,7 +213,7 @@ class Tally:
 
     num_rows: int = 0
     kinds: Counter[Kind] = field(default_factory=Counter)  #: rows that lose some of it
-    firsts: dict[Kind, str] = field(default_factory=dict)  #: the first omission of each kind, with its row
+    firsts: dict[Kind, str] = field(default_factory=dict)  #: the first omission of every kind, with its row
     rows: dict[Kind, tuple[Any, list[Omission]]] = field(default_factory=dict)  #: those rows, each with its omissions
 
     def add(self, where: str, omissions: Sequence[Omission], row: Any) -> None:
@@ -232,7 +232,7 @@ class Tally:
     def as_dict(self) -> dict[str, object]:
         return {"num_rows": self.num_rows, "kinds": dict(sorted(self.kinds.items()))}
 
-    def told(self, num_rows: int) -> str:
+    def message(self, num_rows: int) -> str:
         """Return a message for the rows' owner; empty where nothing is lost."""
         if not self.num_rows:
             return ""
@@ -243,15 +243,15 @@ class Tally:
 
 
 def merged(omissions: Iterable[Omission]) -> list[Omission]:
-    """Merge omissions to one for each message and kind: a call is a name and several arguments."""
-    found: dict[tuple[int | None, Kind], list[str]] = {}
+    """Merge omissions to one per message and kind: a call is a name and several arguments."""
+    texts_of: dict[tuple[int | None, Kind], list[str]] = {}
     for omission in omissions:
-        found.setdefault((omission.message, omission.kind), []).append(omission.text)
-    return [Omission(kind, message, ", ".join(texts)) for (message, kind), texts in found.items()]
+        texts_of.setdefault((omission.message, omission.kind), []).append(omission.text)
+    return [Omission(kind, message, ", ".join(texts)) for (message, kind), texts in texts_of.items()]
 
 
 def _missing(texts: Iterable[_Text], mark: str, rendered: str) -> list[Omission]:
-    found: list[Omission] = []
+    omissions: list[Omission] = []
     number = 0
     shown_reasoning: set[tuple[int | None, str]] = set()
     for text in reversed(list(texts)):
@@ -263,11 +263,11 @@ def _missing(texts: Iterable[_Text], mark: str, rendered: str) -> list[Omission]
             if not is_shown:
                 lost.append(Omission(_kind_of_piece(text, (a, b)), text.message, text.value[a:b]))
         number += len(text.pieces)
-        found += reversed(lost)
+        omissions += reversed(lost)
     # Servers write the same reasoning under two keys; it is shown once.
     return [
         item
-        for item in reversed(found)
+        for item in reversed(omissions)
         if item.kind != "reasoning"
         or not any(message == item.message and item.text.strip() in value for message, value in shown_reasoning)
     ]

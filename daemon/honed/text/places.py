@@ -32,7 +32,7 @@ class Places:
         self._prompt_end, self._leads_answers = "", False
 
     def expand_with(self, expand: Expand, *, prompt_end: str = "") -> None:
-        """Expand rows by a processor that was loaded later. It ends each prompt with `prompt_end`, unless the template
+        """Expand rows by a processor that was loaded later. It ends every prompt with `prompt_end`, unless the template
         does."""
         self._expand = expand
         front, lead = self._renderer.probe.fronts[0] if prompt_end else ("", "")
@@ -57,7 +57,7 @@ class Places:
         return find_places(text, self._renderer.placeholders)
 
     def shown(self, text: str, media: Sequence[Media]) -> str:
-        """Return a rendered text for people, with `[image /srv/images/7.png]` in place of each medium."""
+        """Return a rendered text for people, with `[image /srv/images/7.png]` in place of every medium."""
         pieces, at = [], 0
         for place, item in zip(self.of(text), self._ordered(text, media), strict=True):
             pieces += [text[at : place.start], f"[{item.kind} {item.place}]"]
@@ -80,9 +80,9 @@ class Places:
                     f"{where(example)}: the chat template has no placeholder for {_A_KIND[kind]}",
                     hint="the base model, or its template, does not support them",
                 )
-        given, found = Counter(item.kind for item in media), Counter(place.kind for place in places)
-        if given != found:
-            counted = " and ".join(f"{n} of kind {kind}" for kind, n in sorted(found.items())) or "none"
+        given, shown = Counter(item.kind for item in media), Counter(place.kind for place in places)
+        if given != shown:
+            counted = " and ".join(f"{n} of kind {kind}" for kind, n in sorted(shown.items())) or "none"
             written = quote.aside(f" {', '.join(map(repr, placeholders.values()))}")
             raise DatasetError(
                 f"{where(example)}: it has {sum(given.values())} images, videos and sounds, but the rendered text "
@@ -102,7 +102,7 @@ class Places:
         return self._expand(text, media)
 
     def labels(self, expanded: Expanded, places: Sequence[Place]) -> Iterator[tuple[str, str]]:
-        """Yield the text of each place, and the label that people see instead."""
+        """Yield the text of every place, and the label that people see instead."""
         tokens = re.compile("|".join(map(re.escape, added_tokens(self._renderer.tokenizer))) or r"(?!)")
         seen: Counter[Kind] = Counter()
         for place in places:

@@ -58,8 +58,8 @@ class Renderer:
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, prompt: bool = False) -> str:
         """Return the template's text, with the last turn's end if it lacks that. Raises one of `TEMPLATE_ERRORS`."""
         text = self._render(messages, tools, self._call_form, prompt=prompt)
-        probe, is_told = self._cached_probe, bool(messages) and messages[-1]["role"] == "assistant"
-        return probe.close(text, messages[-1]) if probe is not None and is_told and not prompt else text
+        probe, ends_in_answer = self._cached_probe, bool(messages) and messages[-1]["role"] == "assistant"
+        return probe.close(text, messages[-1]) if probe is not None and ends_in_answer and not prompt else text
 
     def try_render(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str | None:
         """Return the template's text; None where it refuses."""
@@ -104,8 +104,8 @@ class Renderer:
     def shows(self, kind: str, example: Example) -> bool:
         """Return True if the template renders the row and leaves out nothing of that kind."""
         text = self.try_render(example.messages, example.tools)
-        found = Finder(self.try_render).find(example.messages, example.tools, text or "")
-        return text is not None and all(item.kind != kind for item in found)
+        omissions = Finder(self.try_render).find(example.messages, example.tools, text or "")
+        return text is not None and all(item.kind != kind for item in omissions)
 
     # --- what is learned of the template -----------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Renderer:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens at which generation stops: eos, and each end of a turn that is one token.
+        """Tokens at which generation stops: eos, and every end of a turn that is one token.
 
         An end after which an answer that begins with reasoning continues is not among them.
         """
@@ -165,7 +165,7 @@ class Renderer:
 
 
 class Renderers:
-    """The renderers of a job: its own, one for each set of a row's arguments, and those of prompts."""
+    """The renderers of a job: its own, one per set of a row's arguments, and those of prompts."""
 
     def __init__(self, own: Renderer, asking: Renderers | None = None) -> None:
         self.own = own

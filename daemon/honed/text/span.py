@@ -53,11 +53,11 @@ def lost_space(said: str, shown: str, marks: Sequence[str], keeps: Keeps) -> Spa
     break. No tokenizer may take the white space between two words.
     """
     letters, gaps = _apart(said)
-    others, found = _apart(shown)
+    others, replaced = _apart(shown)
     end = common(letters, others)
     tag: re.Pattern[str] | None = None
     for n, (a, b) in gaps.items():
-        gap, kept = said[a:b].replace("▁", " "), shown[slice(*found.get(n, (0, 0)))].replace("▁", " ")
+        gap, kept = said[a:b].replace("▁", " "), shown[slice(*replaced.get(n, (0, 0)))].replace("▁", " ")
         if gap == kept or not 0 < n < end:
             continue
         tag = tag or re.compile("|".join([*map(re.escape, marks), _TAG]))
@@ -94,7 +94,7 @@ def runs_of(trained: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
 
 
 def token_ends(text: str, offsets: Sequence[Span]) -> list[int] | None:
-    """Return the end of each token; None unless the tokens account for the whole text, in order.
+    """Return the end of every token; None unless the tokens account for the whole text, in order.
 
     Offsets may leave out white space that their tokens have; see `has_gaps`.
     """

@@ -131,7 +131,7 @@ class Conversation:
         return i in self._begun_indices
 
     def spans(self) -> list[Span]:
-        """Return the span of each trained turn in characters, in order and without overlap. Raises DatasetError."""
+        """Return the span of every trained turn in characters, in order and without overlap. Raises DatasetError."""
         spans = [self._begun(i) or self._searched(i) for i in self.trained_indices]
         for (_, end), (start, _) in pairwise(spans):
             if start < end:
@@ -149,7 +149,7 @@ class Conversation:
         return text + self._probe.header if self._probe.ignores_prompt else text
 
     def shown(self, i: int) -> str:
-        """Return the part of the rendering that is message i's own words; empty where that cannot be told."""
+        """Return the part of the rendering that is message i's own words; empty where that cannot be found."""
         region = self._region(i)
         return self.text[slice(*region)] if region is not None else ""
 
@@ -158,15 +158,16 @@ class Conversation:
         try:
             asked = self._renderer.render(self._messages[:i], self._tools, prompt=True)
             is_last = i == len(self._messages) - 1
-            told = self.text if is_last else self._renderer.render(self._messages[: i + 1], self._tools)
+            rendered = self.text if is_last else self._renderer.render(self._messages[: i + 1], self._tools)
         except TEMPLATE_ERRORS:
             return None
-        told = told.removesuffix(self._probe.trail)
+        rendered = rendered.removesuffix(self._probe.trail)
         start = len(asked)
         has_header = bool(self._probe.header.strip()) and self.text.startswith(self._probe.header, start)
         start += len(self._probe.header) if has_header else 0
-        end = max((told.rfind(end, start) + len(end) for end in self._probe.ends if end in told[start:]), default=0)
-        if not end or not self.text.startswith(asked) or not (is_last or self.text.startswith(told[:end])):
+        ends = [end for end in self._probe.ends if end in rendered[start:]]
+        end = max((rendered.rfind(end, start) + len(end) for end in ends), default=0)
+        if not end or not self.text.startswith(asked) or not (is_last or self.text.startswith(rendered[:end])):
             return None
         if not _shows(self.text[start:end], self._messages[i]):
             return None
@@ -180,11 +181,11 @@ class Conversation:
         if region is None or (region[0] == region[1] and _is_exchanged(self._messages[i])):
             raise self._error(f"the chat template does not show message {i + 1}, which is from the assistant")
         self._check_whole(i, region)
-        told = self._told(i)
-        end = min(region[1], len(told)) if region[0] < len(told) else region[1]
+        rendered = self._rendered_to(i)
+        end = min(region[1], len(rendered)) if region[0] < len(rendered) else region[1]
         others = [self._region(k) for k in range(i + 1, len(self._messages))]
         limit = min((other[0] for other in others if other and other[0] >= end), default=len(self.text))
-        own = told[end:] if end <= len(told) else self._own_tail(i)
+        own = rendered[end:] if end <= len(rendered) else self._own_tail(i)
         return self._start(i, region[0]), self._end(i, own, end, limit)
 
     def _end(self, i: int, own: str, end: int, limit: int) -> int:
@@ -194,8 +195,8 @@ class Conversation:
         at `limit`.
         """
         closed = own[: common(own, self.text[end:])]
-        if found := [end + closed.rfind(mark) + len(mark) for mark in self._probe.ends if mark in closed]:
-            return max(found)
+        if closings := [end + closed.rfind(mark) + len(mark) for mark in self._probe.ends if mark in closed]:
+            return max(closings)
         stops = [(self.text.find(mark, end, limit), len(mark)) for mark in self._probe.ends]
         if nearest := min((stop for stop in stops if stop[0] >= 0), default=None):
             return sum(nearest)
@@ -206,19 +207,19 @@ class Conversation:
         # The next turn's mark ends it, whichever it is.
         return end + len(_opening(turn_marks(self._renderer.tokenizer), self.text[end:limit]))
 
-    def _told(self, i: int) -> str:
+    def _rendered_to(self, i: int) -> str:
         """Return the conversation up to message i if the whole one begins with it, else an empty string."""
-        told = self._try([*self._messages[: i + 1]]) or ""
-        if self.text.startswith(told):
-            return told
-        told = self._probe.opened(told, self._messages[i])
-        shared = common(told, self.text)
-        return told[:shared] if shared >= len(told.rstrip()) else ""
+        rendered = self._try([*self._messages[: i + 1]]) or ""
+        if self.text.startswith(rendered):
+            return rendered
+        rendered = self._probe.opened(rendered, self._messages[i])
+        shared = common(rendered, self.text)
+        return rendered[:shared] if shared >= len(rendered.rstrip()) else ""
 
     def _own_tail(self, i: int) -> str:
         """Return the text after message i's words if it is the last message; empty where the template refuses that."""
-        told = self._try([*self._messages[:i], *_marked(self._messages[i], _MARKS[0])])
-        return after(told, _MARKS[0]) if told and _MARKS[0] in told else ""
+        rendered = self._try([*self._messages[:i], *_marked(self._messages[i], _MARKS[0])])
+        return after(rendered, _MARKS[0]) if rendered and _MARKS[0] in rendered else ""
 
     def _start(self, i: int, content_start: int) -> int:
         """Return the start of turn i: after the part that the generation prompt and the rendering share there."""
@@ -242,10 +243,10 @@ class Conversation:
 
     def _tail_after(self, k: int) -> str:
         """Return the text after message k's words when the assistant is asked to continue; empty if it is refused."""
-        told = self._try([*self._messages[:k], *_marked(self._messages[k], _MARKS[0])], prompt=True)
-        if not told or _MARKS[0] not in told:
+        rendered = self._try([*self._messages[:k], *_marked(self._messages[k], _MARKS[0])], prompt=True)
+        if not rendered or _MARKS[0] not in rendered:
             return ""
-        return after(told, _MARKS[0]) + (self._probe.header if self._probe.ignores_prompt else "")
+        return after(rendered, _MARKS[0]) + (self._probe.header if self._probe.ignores_prompt else "")
 
     def _region(self, k: int) -> Span | None:
         """Return the span of message k's own words in the rendering; None where the template does not show them."""
@@ -303,7 +304,7 @@ _MEDIA_KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 
 def learn_placeholders(renderer: ChatTemplate) -> dict[Kind, str]:
     """Return the text that a template writes for an image, a video or a sound, for the kinds that it knows."""
-    found: dict[Kind, str] = {}
+    placeholders: dict[Kind, str] = {}
     for kind in _MEDIA_KINDS:
         parts = [{"type": "text", "text": _USER_MARK}, {"type": kind}, {"type": "text", "text": _MARKS[1]}]
         answer = {"role": "assistant", "content": _MARKS[0]}
@@ -313,8 +314,8 @@ def learn_placeholders(renderer: ChatTemplate) -> dict[Kind, str]:
         except TEMPLATE_ERRORS:
             continue
         if text := added_text(seen, unseen, added_tokens(renderer.tokenizer)):
-            found[kind] = text
-    return found
+            placeholders[kind] = text
+    return placeholders
 
 
 # --- learning a template ---------------------------------------------------------------------------------------------
@@ -327,10 +328,10 @@ def learn(renderer: ChatTemplate) -> Probe:
     whole = renderer.render([user, answer])
     if mark not in whole or _USER_MARK not in whole:
         raise ValueError("it leaves out text of the user or the assistant")
-    told = after(renderer.render([user]), _USER_MARK)
+    closed = after(renderer.render([user]), _USER_MARK)
     asked = after(renderer.render([user], prompt=True), _USER_MARK)
     between = after(whole, _USER_MARK).split(mark)[0]
-    ignores_prompt = told == asked
+    ignores_prompt = closed == asked
     if ignores_prompt and between.startswith(asked) and between[len(asked) :].strip():
         # A space before the answer is part of the answer: it is tokenized so.
         asked = asked + between[len(asked) :].rstrip(" ")
@@ -342,8 +343,8 @@ def learn(renderer: ChatTemplate) -> Probe:
     if mark in middle:
         fronts.append(_front(asked, after(middle, _USER_MARK).split(mark)[0]))
     front = fronts[0][0]
-    header = front[common(front, told) :]
-    ends, unwritten, unwritten_call = _learn_ends(renderer, whole, middle, told)
+    header = front[common(front, closed) :]
+    ends, unwritten, unwritten_call = _learn_ends(renderer, whole, middle, closed)
     tails = [squeeze(after(whole, mark)), squeeze(after(middle, mark)) if mark in middle else ""]
     tail = after(whole, mark)
     return Probe(
@@ -377,7 +378,7 @@ def _learn_inner(renderer: ChatTemplate, user: dict[str, Any], ends: Sequence[st
 
 
 def _learn_between_calls(renderer: ChatTemplate, user: dict[str, Any], ends: Sequence[str]) -> Iterator[str]:
-    """Yield the ends that stand between two calls: DeepSeek-R1's distilled models end a turn like each call."""
+    """Yield the ends that stand between two calls: DeepSeek-R1's distilled models end a turn as they end a call."""
     first, second = _MARKS
     calls = [_call(first), {**_call(second), "id": "call00002"}]
     try:
@@ -394,7 +395,7 @@ def _front(asked: str, between: str) -> tuple[str, str]:
     return between[:n], between[n:]
 
 
-def _learn_ends(renderer: ChatTemplate, whole: str, middle: str, told: str) -> tuple[tuple[str, ...], str, str]:
+def _learn_ends(renderer: ChatTemplate, whole: str, middle: str, closed: str) -> tuple[tuple[str, ...], str, str]:
     """Return the ends of turns, and the texts missing after a last turn and after a last call.
 
     Templates may end the last turn, one in the middle, and a tool call differently. Text is missing where they write an
@@ -414,7 +415,7 @@ def _learn_ends(renderer: ChatTemplate, whole: str, middle: str, told: str) -> t
     ends = [first]
     if inner and first not in inner:
         other = _first_of(added, inner)
-        if other and other == _first_of(added, told):  # ends the user's turn too, so it is not a header
+        if other and other == _first_of(added, closed):  # ends the user's turn too, so it is not a header
             ends.append(other)
         elif mark := _opening(marks, inner).strip():  # only the last turn has an end of its own
             ends.append(mark)
@@ -501,20 +502,20 @@ def added_tokens(tokenizer: Any) -> list[str]:
 
 
 def _first_of(tokens: Iterable[str], text: str) -> str:
-    found = [(text.find(token), -len(token), token) for token in tokens if token.strip() and token in text]
-    return min(found)[2] if found else ""
+    starts = [(text.find(token), -len(token), token) for token in tokens if token.strip() and token in text]
+    return min(starts)[2] if starts else ""
 
 
 def _last_of(tokens: Iterable[str], text: str) -> str:
-    found = [(text.rfind(token) + len(token), len(token), token) for token in tokens if token.strip() and token in text]
-    return max(found)[2] if found else ""
+    ends = [(text.rfind(token) + len(token), len(token), token) for token in tokens if token.strip() and token in text]
+    return max(ends)[2] if ends else ""
 
 
 def _headers(probe: Probe) -> list[str]:
     """Return the texts that open a turn, the longest first: as in the last turn, and as in one before it."""
     shared = len(probe.fronts[0][0]) - len(probe.header)
-    found = {probe.header, *[front[shared:] for front, _ in probe.fronts]}
-    return sorted((header for header in found if header.strip()), key=len, reverse=True)
+    headers = {probe.header, *[front[shared:] for front, _ in probe.fronts]}
+    return sorted((header for header in headers if header.strip()), key=len, reverse=True)
 
 
 def as_parts(message: Mapping[str, Any]) -> dict[str, Any]:

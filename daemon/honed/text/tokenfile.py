@@ -6,7 +6,7 @@ without transformers and without any code that comes with the model.
     the chat template       rendered in the sandbox that transformers sets up
 
 `read` returns None where the files do not determine what the worker's tokenizer does. Where only the vocabulary cannot
-be read, each character counts as a token: conversations are rendered and their turns found, and `counts` is False.
+be read, every character counts as a token: conversations are rendered and their turns found, and `counts` is False.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from honed.text.addedtoken import Added
 #: Largest tokenizer file that is read, in bytes, and tokenizers that are cached: one may take 200 MB of memory.
 MAX_FILE_BYTES = 128 * 1024 * 1024
 MAX_KEPT = 2
-#: Tokens that transformers knows by name and passes to each template.
+#: Tokens that transformers knows by name and passes to every template.
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: Id of the first special token where characters are tokens.
 _FIRST = 0x110000
@@ -85,8 +85,8 @@ class FileTokenizer:
         if token is None:
             return None
         if self._backend is not None:
-            found = self._backend.token_to_id(token)
-            return None if found is None else int(found)
+            number = self._backend.token_to_id(token)
+            return None if number is None else int(number)
         return _FIRST + self.all_special_tokens.index(token)
 
     def __call__(
@@ -167,36 +167,41 @@ def read(path: Path, chat_template: str | None, *, eos_token: str | None = None)
     Return None where its files do not determine its behaviour. Raises SpecError for an end token that is none of its
     tokens.
     """
-    found = config(path)
-    if found is None or "auto_map" in found or (path / "tekken.json").exists() or found.get("fix_mistral_regex"):
+    settings = config(path)
+    if (
+        settings is None
+        or "auto_map" in settings
+        or (path / "tekken.json").exists()
+        or settings.get("fix_mistral_regex")
+    ):
         return None
     older: dict[str, Any] = {}
-    if "added_tokens_decoder" not in found:  # transformers reads these two files only then
-        found = found | (_json(path / "special_tokens_map.json") or {})
+    if "added_tokens_decoder" not in settings:  # transformers reads these two files only then
+        settings = settings | (_json(path / "special_tokens_map.json") or {})
         older = _json(path / "added_tokens.json") or {}
-    named = {name: text for name in NAMES if (text := _text(found.get(name))) is not None}
+    named = {name: text for name in NAMES if (text := _text(settings.get(name))) is not None}
     backend, fault = _backend(path / "tokenizer.json")
-    added = {int(number): str(item["content"]) for number, item in (found.get("added_tokens_decoder") or {}).items()}
+    added = {int(number): str(item["content"]) for number, item in (settings.get("added_tokens_decoder") or {}).items()}
     more: tuple[Added, ...] = ()
     note = ""
     if backend is not None:
         known = addedtoken.of(backend)
         try:
-            more = addedtoken.wanted(found, older, NAMES, known)
+            more = addedtoken.wanted(settings, older, NAMES, known)
         except (TypeError, ValueError):
             return None  # no class of transformers takes it
         if more:
             backend, _ = _backend(path / "tokenizer.json", more)
         used = addedtoken.of(backend)
-        added, note = {number: item.content for number, item in used.items()}, addedtoken.told(known, used, found)
+        added, note = {number: item.content for number, item in used.items()}, addedtoken.message(known, used, settings)
     if eos_token is not None:
         if backend is not None and backend.token_to_id(eos_token) is None:
             raise unknown_end(eos_token, near=list(added.values()))
         named["eos_token"] = eos_token
     if "eos_token" not in named:
         return None  # the tokenizer class has a default that is not in the files
-    special = _texts(found.get("extra_special_tokens")) + _texts(found.get("additional_special_tokens"))
-    special += [text for key, item in found.items() if key.endswith("_token") and (text := _text(item)) is not None]
+    special = _texts(settings.get("extra_special_tokens")) + _texts(settings.get("additional_special_tokens"))
+    special += [text for key, item in settings.items() if key.endswith("_token") and (text := _text(item)) is not None]
     identity = (*_facts(path / "tokenizer.json"), more)
     return FileTokenizer(backend, named, special, added, chat_template, identity, fault, note)
 
@@ -208,12 +213,12 @@ def config(path: Path) -> dict[str, Any] | None:
 
 def unknown_end(token: str, near: Sequence[str] = ()) -> SpecError:
     """Return the error for a `training.eos_token` that is no token."""
-    found = difflib.get_close_matches(token, near, n=1, cutoff=0.5)
-    meant = f"; did you mean {found[0]}?" if found else ""
+    near_words = difflib.get_close_matches(token, near, n=1, cutoff=0.5)
+    meant = f"; did you mean {near_words[0]}?" if near_words else ""
     return SpecError(
         f"training.eos_token: {quote.mark(repr(token))} is not a token of the base model's vocabulary",
         hint=f"write one token of its tokenizer.json, such as the one that ends a turn in the chat template{meant}",
-        fix={"training.eos_token": found[0]} if found else None,
+        fix={"training.eos_token": near_words[0]} if near_words else None,
     )
 
 
@@ -230,13 +235,13 @@ def _backend(file: Path, more: tuple[Added, ...] = ()) -> tuple[Any, ModelError 
     """Load a file with the tokenizers library, and add tokens. Return its tokenizer, which is None if the library or a
     file of acceptable size is missing, and the error of a file that it cannot read."""
     try:
-        found = _load(file, facts, more) if (facts := _facts(file)) and facts[2] <= MAX_FILE_BYTES else None
+        loaded = _load(file, facts, more) if (facts := _facts(file)) and facts[2] <= MAX_FILE_BYTES else None
     except ImportError:
         return None, None
-    if not isinstance(found, ModelError):
-        return found, None
+    if not isinstance(loaded, ModelError):
+        return loaded, None
     model = (_json(file) or {}).get("model")  # a file without a vocabulary is no tokenizer at all
-    return None, found if isinstance(model, dict) and model.get("vocab") else None
+    return None, loaded if isinstance(model, dict) and model.get("vocab") else None
 
 
 def _facts(file: Path) -> tuple[int, ...]:
@@ -253,21 +258,21 @@ def _load(file: Path, _facts: tuple[int, ...], more: tuple[Added, ...]) -> Any:
     import tokenizers  # noqa: PLC0415  (it belongs to the worker's packages)
 
     try:
-        found = tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001  (the library raises nothing else)
         return unreadable(file, error)
-    found.no_truncation()
-    found.no_padding()
-    addedtoken.add(found, more)
-    return found
+    backend.no_truncation()
+    backend.no_padding()
+    addedtoken.add(backend, more)
+    return backend
 
 
 def _json(file: Path) -> dict[str, Any] | None:
     try:
-        found = modality.loads(file.read_bytes()) if file.stat().st_size <= MAX_FILE_BYTES else None
+        parsed = modality.loads(file.read_bytes()) if file.stat().st_size <= MAX_FILE_BYTES else None
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return parsed if isinstance(parsed, dict) else None
 
 
 def _text(value: Any) -> str | None:
@@ -277,5 +282,5 @@ def _text(value: Any) -> str | None:
 
 
 def _texts(value: Any) -> list[str]:
-    each = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for item in each if (text := _text(item)) is not None]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for item in items if (text := _text(item)) is not None]

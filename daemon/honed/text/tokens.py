@@ -1,10 +1,10 @@
 """Tokens of a text, with a mask over those of its trained spans.
 
-A fast tokenizer gives each token's place in the text. Offsets that contradict the tokens of the first texts, and those
-of a tokenizer that has none, are replaced by tokenizing the text before each boundary.
+A fast tokenizer gives every token's place in the text. Offsets that contradict the tokens of the first texts, and those
+of a tokenizer that has none, are replaced by tokenizing the text before every boundary.
 
 Offsets take longer to fetch than the mask needs. Where the spellings of a text's tokens, one after the other, are that
-text, byte by byte, and each span begins and ends with a token, the lengths of the spellings give the same mask.
+text, byte by byte, and every span begins and ends with a token, the lengths of the spellings give the same mask.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class Tokens:
         spelled = self._spelled(text, spans, encoded.ids)
         if spelled is not None and self._num_spelled_trials >= _NUM_OFFSET_TRIALS:
             return spelled
-        found = self._located(text, spans, encoded)
+        located = self._located(text, spans, encoded)
         if spelled is not None:
             self._num_spelled_trials += 1
-            if found is None or found[:2] != spelled[:2]:
+            if located is None or located[:2] != spelled[:2]:
                 self._spellings = []
-        return found
+        return located
 
     @property
     def _is_direct(self) -> bool:
@@ -130,7 +130,7 @@ class Tokens:
         return ids, trained, pieces
 
     def _located(self, text: str, spans: Sequence[Span], encoded: Any) -> Masked | None:
-        """Return ids and mask by the tokens' offsets, or by the tokens of the text before each boundary. `encoded` is
+        """Return ids and mask by the tokens' offsets, or by the tokens of the text before every boundary. `encoded` is
         the backend's result, if it is there already."""
         ids, ends = self._ids_and_ends(text, encoded)
         if ends is None:
@@ -142,12 +142,12 @@ class Tokens:
                 if ranges != [self._range_by_prefix(text, ids, span) for span in spans]:
                     ends = self._distrust(text, ends)
                     ranges = [self._range_by_prefix(text, ids, span) for span in spans]
-        if any(found is None for found in ranges):
+        if any(token_range is None for token_range in ranges):
             return None
         trained = [False] * len(ids)
-        for found in ranges:
-            assert found is not None
-            trained[slice(*found)] = [True] * (found[1] - found[0])
+        for token_range in ranges:
+            assert token_range is not None
+            trained[slice(*token_range)] = [True] * (token_range[1] - token_range[0])
         return ids, trained, self._pieces(text, ids, ends)
 
     def mask_apart(self, text: str, spans: Sequence[Span]) -> Masked:
@@ -180,13 +180,16 @@ class Tokens:
         if not self._has_offsets:
             return self.ids(text), None
         if self._is_direct:
-            found = encoded or self._backend.encode(text, add_special_tokens=False)
-            return found.ids, self._ends(text, found.ids, found.offsets)
+            encoding = encoded or self._backend.encode(text, add_special_tokens=False)
+            return encoding.ids, self._ends(text, encoding.ids, encoding.offsets)
         batch = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = batch["input_ids"], batch["offset_mapping"]
         if _is_plain(self._backend):
-            found = self._backend.encode(text, add_special_tokens=False)
-            if (found.ids, found.offsets) != (ids, offsets):  # the tokenizer's own code changes what its backend makes
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            if (encoding.ids, encoding.offsets) != (
+                ids,
+                offsets,
+            ):  # the tokenizer's own code changes what its backend makes
                 self._backend = None
         return ids, self._ends(text, ids, offsets)
 
@@ -223,7 +226,7 @@ class Tokens:
 
 
 def _spellings(tokenizer: Any) -> Iterator[bytes]:
-    """Yield the bytes that each token of a fast tokenizer may stand for, by id; whether they do is for each text to
+    """Yield the bytes that every token of a fast tokenizer may stand for, by id; whether they do is for a text to
     show."""
     backend = tokenizer.backend_tokenizer
     added = {number: token.content for number, token in backend.get_added_tokens_decoder().items()}

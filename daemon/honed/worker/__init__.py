@@ -8,13 +8,13 @@ It reads the job's plan.json and writes the rest of the job's directory. Nothing
 trl or peft before the backend is chosen: Unsloth must be imported before them, and patches them for good.
 
     run.py                  an attempt: its trial, its recipe, its result
-    recipe/                 the stages of each kind of job, top to bottom
+    recipe/                 the stages of every kind of job, top to bottom
     assignment.py           the contents of plan.json
     pulse.py                signs of life, for honed and systemd
     model/load.py           model and tokenizer, through model/transformers_backend.py or model/unsloth_backend.py
     model/audit.py          the loaded model compared with the plan
     model/cast.py           weights as they will be saved
-    model/dtypes.py         the dtype of each tensor in an output
+    model/dtypes.py         the dtype of every tensor in an output
     model/merge.py          an adapter merged into its base, tensor by tensor
     model/export.py         the output, completed before it is renamed into place
     rows/data.py            rows to token ids and labels

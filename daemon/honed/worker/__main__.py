@@ -68,7 +68,7 @@ def main() -> int:
         backend=arguments.backend,
         stop=stop,
         gate=gate,
-        tell=pulse.tell,
+        report=pulse.report,
         ranks=ranks,
     )
 

@@ -65,20 +65,20 @@ class Assignment:
 
     def files(self) -> list[Path]:
         """Return the files that are read when the run begins: all inputs but media. A directory that is missing, or has
-        no data files, stands for itself: the run will tell."""
-        found = [self.layout.plan_path]
+        no data files, stands for itself: the run will show it."""
+        paths = [self.layout.plan_path]
         adapter = Path(self.spec.adapter) if self.spec.adapter else None
         for item in inputs(self.spec, self.base_model_path, adapter):
             if item.error is not DatasetError:
-                found.append(item.path)
+                paths.append(item.path)
                 with contextlib.suppress(OSError):
-                    found += [path for path in item.path.glob("*") if path.is_file()]
+                    paths += [path for path in item.path.glob("*") if path.is_file()]
         for dataset in (*self.spec.datasets, *self.spec.eval_datasets):
             try:
-                found += datadir.files_of(dataset)
+                paths += datadir.files_of(dataset)
             except (OSError, DatasetError):
-                found.append(dataset.place)
-        return found
+                paths.append(dataset.place)
+        return paths
 
     def check_read(self, named: Named) -> None:
         if self._grant is not None:

@@ -96,23 +96,23 @@ def _capabilities() -> int:
 
 def _tasks() -> list[int]:
     """Return the threads of this process and of its descendants. Those that begin later inherit from them."""
-    found: list[int] = []
+    task_ids: list[int] = []
     ahead = [os.getpid()]
     while ahead:
         with contextlib.suppress(OSError, ValueError):  # one that has ended
             for task in Path(f"/proc/{ahead.pop()}/task").iterdir():
-                found.append(int(task.name))
+                task_ids.append(int(task.name))
                 with contextlib.suppress(OSError):  # a kernel without this file
                     ahead += map(int, (task / "children").read_text().split())
-    return found
+    return task_ids
 
 
 def _call_io(which: int, who: int, *priority: int, task: int = 0) -> int | None:
     """Call ioprio_set (0) or ioprio_get (1) for a thread, this one by default; None where that is not possible."""
     if (numbers := IO_CALLS.get(platform.machine())) is None:
         return None
-    found = int(ctypes.CDLL(None, use_errno=True).syscall(numbers[which], who, task, *priority))
-    return None if found < 0 else found
+    answer = int(ctypes.CDLL(None, use_errno=True).syscall(numbers[which], who, task, *priority))
+    return None if answer < 0 else answer
 
 
 def _set_oom_score_adj(value: str) -> str:

@@ -1,4 +1,4 @@
-"""Common causes of exceptions that libraries raise: what each means, and advice."""
+"""Common causes of exceptions that libraries raise: what they mean, and advice."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def raised_in(problem: BaseException) -> str:
 
 
 def is_of_peft(problem: BaseException) -> bool:
-    """Tell whether peft itself refuses something."""
+    """Return whether peft itself refuses something."""
     return raised_in(problem) == "peft" and isinstance(problem, ValueError | TypeError)
 
 
 def is_public(problem: BaseException) -> bool:
-    """Tell whether an exception's message quotes no text of rows: it is of a library that computes, and no code that
+    """Return whether an exception's message quotes no text of rows: it is of a library that computes, and no code that
     reads text has seen it."""
     names = _modules(problem)
     return raised_in(problem) in _COMPUTING and not any(map(_READING.search, names))

@@ -58,17 +58,17 @@ def hidden(plan: PlanFile, backend: str) -> list[str]:
 
 
 def asks_device(job: Assignment) -> bool:
-    """Tell whether the imports of TRL and peft ask the device for its properties: bitsandbytes does, in theirs."""
+    """Return whether the imports of TRL and peft ask the device for its properties: bitsandbytes does, in theirs."""
     return "bitsandbytes" not in hidden(job.plan, job.backend) or IMPORT_ALL_VARIABLE in os.environ
 
 
 def can_be_ahead(job: Assignment) -> bool:
-    """Tell whether a job's imports may be made before a device is its own: they ask none, and run no other code."""
+    """Return whether a job's imports may be made before a device is its own: they ask none, and run no other code."""
     return is_known(job.plan, job.backend) and not asks_device(job)
 
 
 def is_known(plan: PlanFile, backend: str) -> bool:
-    """Tell whether all code of the run is known: not with Unsloth, code of the model's own, or a compiled model."""
+    """Return whether all code of the run is known: not with Unsloth, code of the model's own, or a compiled model."""
     spec = plan.spec
     training = spec.get("training") or {}
     has_compiler = training.get("torch_compile") or training.get("use_liger_kernel")

@@ -1,4 +1,4 @@
-"""What ranks tell each other, as JSON: what a peer sends is read as data, and never unpickled.
+"""What ranks send one another, as JSON: what a peer sends is read as data, and never unpickled.
 
 Lists and plain values are themselves; each other value is an object of one key, its kind:
 
@@ -48,10 +48,10 @@ def carry(kind: type[C]) -> type[C]:
 
 def dump(value: object) -> bytes:
     """Return a value as a message. Raises InternalError for one of another type."""
-    found = json.dumps(_plain(value), separators=(",", ":")).encode()
-    if len(found) > MAX_BYTES:
-        raise InternalError(f"a message of {len(found)} bytes to the other ranks is longer than {MAX_BYTES}")
-    return found
+    data = json.dumps(_plain(value), separators=(",", ":")).encode()
+    if len(data) > MAX_BYTES:
+        raise InternalError(f"a message of {len(data)} bytes to the other ranks is longer than {MAX_BYTES}")
+    return data
 
 
 def load(message: bytes, sender: str) -> Any:
@@ -68,11 +68,11 @@ def check_length(num_bytes: int, sender: str) -> None:
         raise refusal(sender, f"its length would be {num_bytes} bytes, of at most {MAX_BYTES}")
 
 
-def check_alike(found: object, own: object, sender: str) -> None:
+def check_alike(other: object, own: object, sender: str) -> None:
     """Raise EnvironmentInvalidError for a value of another type than this rank's own, unless one of them is None."""
-    is_error = isinstance(found, Exception) and isinstance(own, Exception)
-    if found is not None and own is not None and type(found) is not type(own) and not is_error:
-        raise refusal(sender, f"it is a {type(found).__name__} in the place of a {type(own).__name__}")
+    is_error = isinstance(other, Exception) and isinstance(own, Exception)
+    if other is not None and own is not None and type(other) is not type(own) and not is_error:
+        raise refusal(sender, f"it is a {type(other).__name__} in the place of a {type(own).__name__}")
 
 
 def refusal(sender: str, why: str) -> HonedError:
@@ -99,8 +99,8 @@ def error_record(error: HonedError) -> dict[str, Any]:
 def error_of(record: Mapping[str, Any]) -> HonedError:
     """Rebuild an error from its record."""
     kind = BY_CODE.get(str(record["code"]), InternalError)
-    said, hint, evidence = (str(record[name]) for name in ("said", "hint", "evidence"))
-    error = kind(said, hint=hint, fix=record["fix"], evidence=evidence)
+    text, hint, evidence = (str(record[name]) for name in ("said", "hint", "evidence"))
+    error = kind(text, hint=hint, fix=record["fix"], evidence=evidence)
     if isinstance(error, DiskShortError):
         error.needed_bytes = int(record["needed_bytes"])
     return error
@@ -145,12 +145,12 @@ def _plain(value: object) -> object:
     raise InternalError(f"a {type(value).__name__} cannot be sent to the other ranks")
 
 
-def _value(found: Any) -> Any:
-    if isinstance(found, list):
-        return [_value(item) for item in found]
-    if not isinstance(found, dict):
-        return found
-    ((kind, inside),) = found.items()
+def _value(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_value(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, inside),) = data.items()
     if kind in _CARRIED:
         if not isinstance(inside, list):
             raise TypeError(kind)

@@ -10,12 +10,12 @@ Rank 0 alone writes events, checkpoints, outputs and the result. What a clock, a
 where all ranks pass: at the boundary between two steps, at the end of a round of predictions. All calls but `fail` and
 `notice` are made by every rank, in the same order; with one rank they do nothing.
 
-An error on one rank leaves the others in a call that never returns, or that reports a lost connection. So each rank
+An error on one rank leaves the others in a call that never returns, or that reports a lost connection. So every rank
 writes its error to a file before it ends, and a thread of the others looks for it: if the rank does not end by itself
 in GRACE_SEC, the thread ends it, on rank 0 with that error as the result.
 
 The same thread gives the signs of life of a rank that waits for another, but for rank 0: where nobody progresses, its
-pulse stops. `alive` tells honed which rank it is that the others wait for (run/pulse.py).
+pulse stops. `alive` shows honed which rank it is that the others wait for (run/pulse.py).
 """
 
 from __future__ import annotations
@@ -135,17 +135,17 @@ class _Place:
 
     def _look(self) -> None:
         assert self.dir is not None
-        told_at, path = 0.0, self.dir / f"alive.{self.rank}"
+        marked_at, path = 0.0, self.dir / f"alive.{self.rank}"
         while not self._lost and not (self.dir / "error.json").exists():
-            if time.monotonic() - told_at >= ALIVE_INTERVAL_SEC:
-                told_at = time.monotonic()
-                self._tell_alive(path)
+            if time.monotonic() - marked_at >= ALIVE_INTERVAL_SEC:
+                marked_at = time.monotonic()
+                self._mark_alive(path)
             time.sleep(LOOK_INTERVAL_SEC)
         time.sleep(GRACE_SEC)
         if not self._has_noticed:
             self._end(None if self._lost else self._first_error())
 
-    def _tell_alive(self, path: Path) -> None:
+    def _mark_alive(self, path: Path) -> None:
         with contextlib.suppress(OSError), path.open("r+b" if path.exists() else "wb") as file:  # a full disk
             file.write(b"%-20d" % self.num_calls)
         if self._waits and self.pulse is not None and not self.is_zero:
@@ -215,23 +215,23 @@ class Ranks(_Place):
     # --- what every rank calls --------------------------------------------------------------------------------------
 
     def agree(self, *flags: bool) -> tuple[bool, ...]:
-        """Return for each flag whether it is set on any rank."""
+        """Return for every flag whether it is set on any rank."""
         return tuple(total > 0 for total in self.sum(*map(float, flags))) if self.are_several else flags
 
     def sum(self, *values: float) -> list[float]:
-        """Return the sum of each value over all ranks, the same on all."""
+        """Return the sum of every value over all ranks, the same on all."""
         if not self.are_several:
             return list(values)
         import torch
         from torch import distributed
 
-        found = torch.tensor(values, dtype=torch.float64)
+        sums = torch.tensor(values, dtype=torch.float64)
         with self._waiting():
-            distributed.all_reduce(found)
-        return [float(value) for value in found]
+            distributed.all_reduce(sums)
+        return [float(value) for value in sums]
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of each rank, on all of them."""
+        """Return the value of every rank, on all of them."""
         if not self.are_several:
             return [value]
         import torch
@@ -244,13 +244,13 @@ class Ranks(_Place):
             for rank, length in enumerate(lengths):
                 message.check_length(int(length), f"rank {rank}")
             longest = max(map(int, lengths))
-            told = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
-            distributed.all_gather(told, torch.nn.functional.pad(own, (0, longest - len(own))))
-        found: list[T] = []
-        for rank, (item, length) in enumerate(zip(told, lengths, strict=True)):
-            found.append(message.load(item[: int(length)].numpy().tobytes(), f"rank {rank}"))
-            message.check_alike(found[-1], value, f"rank {rank}")
-        return found
+            buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
+            distributed.all_gather(buffers, torch.nn.functional.pad(own, (0, longest - len(own))))
+        values: list[T] = []
+        for rank, (item, length) in enumerate(zip(buffers, lengths, strict=True)):
+            values.append(message.load(item[: int(length)].numpy().tobytes(), f"rank {rank}"))
+            message.check_alike(values[-1], value, f"rank {rank}")
+        return values
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value, on all ranks."""
@@ -264,15 +264,15 @@ class Ranks(_Place):
         with self._waiting():
             distributed.broadcast(length, src=0)
             message.check_length(int(length), "rank 0")
-            told = torch.zeros(int(length), dtype=torch.uint8)
+            buffer = torch.zeros(int(length), dtype=torch.uint8)
             if self.is_zero:
-                told = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-            distributed.broadcast(told, src=0)
+                buffer = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+            distributed.broadcast(buffer, src=0)
         if self.is_zero:
             return value
-        found: T = message.load(told.numpy().tobytes(), "rank 0")
-        message.check_alike(found, value, "rank 0")
-        return found
+        received: T = message.load(buffer.numpy().tobytes(), "rank 0")
+        message.check_alike(received, value, "rank 0")
+        return received
 
     def check(self, stop: Stop) -> None:
         """Give a sign of life, and raise InterruptedRunError on all ranks once one of them was asked to stop."""
@@ -292,11 +292,11 @@ class Ranks(_Place):
         if not self.are_several:
             return act()
         if not self.is_zero:
-            found: Any = self.broadcast(None)
-            while isinstance(found, Asked):
-                help_with(found.what)
-                found = self.broadcast(None)
-            match found:
+            received: Any = self.broadcast(None)
+            while isinstance(received, Asked):
+                help_with(received.what)
+                received = self.broadcast(None)
+            match received:
                 case (made, None):
                     return made
                 case (None, Exception() as problem):
@@ -326,8 +326,8 @@ class Ranks(_Place):
         """Raise InternalError unless all ranks begin with the same trained weights."""
         if not self.are_several:
             return
-        found = self.gather(_digest(model))
-        if other := next((rank for rank, item in enumerate(found) if item != found[0]), None):
+        digests = self.gather(_digest(model))
+        if other := next((rank for rank, item in enumerate(digests) if item != digests[0]), None):
             raise InternalError(
                 f"ranks 0 and {other} would begin with different weights", hint="requeue the job, and report it"
             )
@@ -348,14 +348,14 @@ class Ranks(_Place):
 class Unwritten(EventWriter):
     """The events of a rank that writes none: they only drive its pulse."""
 
-    def __init__(self, tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None) -> None:
+        self._report = report
 
     def emit(self, kind: str, /, **data: Any) -> None:
-        self._tell(kind, data)
+        self._report(kind, data)
 
     def close(self) -> None:
-        self._tell("stage", {"stage": ENDED})
+        self._report("stage", {"stage": ENDED})
 
 
 ALONE = Ranks()
@@ -387,12 +387,12 @@ def told_repeats(trainer: Any, ranks: Ranks) -> Iterator[str]:
             yield f"{num_repeated} of {num_rows} packed rows count twice in eval_loss, for {ranks.world} processes"
 
 
-def real_rows(num_rows: int, batch_size: int, place: int, ranks: Ranks) -> int:
+def real_rows(num_rows: int, batch_size: int, index: int, ranks: Ranks) -> int:
     """Return how many rows of this rank's batch at this place are not repeated ones, which come last in it.
 
     accelerate deals the batches to the ranks in turn.
     """
-    begin = (place * ranks.world + ranks.rank) * batch_size
+    begin = (index * ranks.world + ranks.rank) * batch_size
     return max(0, min(num_rows - begin, batch_size))
 
 
@@ -405,7 +405,6 @@ def _refuse_pickle(*_args: Any) -> Any:
 
 
 def _write_once(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a file unless there is one, whole at once."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):  # another was first, or the disk is full: the others then lose the connection
         temporary.write_text(json.dumps(record))
@@ -413,7 +412,7 @@ def _write_once(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def _is_lost(problem: Exception) -> bool:
-    """Tell whether an error only says that another rank is gone."""
+    """Return whether an error only says that another rank is gone."""
     if isinstance(problem, HonedError):
         return isinstance(problem, LostRankError)
     words = str(problem)
@@ -431,12 +430,12 @@ def _digest(model: Any) -> str:
 
     import torch
 
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     is_adapter = hasattr(model, "peft_config")
     for name, parameter in sorted(model.named_parameters()):
         if parameter.requires_grad:
             values = parameter.detach().flatten()
             stride = 1 if is_adapter else max(1, values.numel() // _MAX_COMPARED)
-            found.update(name.encode())
-            found.update(values[::stride].to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+            digest.update(name.encode())
+            digest.update(values[::stride].to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,6 +1,6 @@
 """The silence after which a run counts as hung, learned from its own signs of life.
 
-Each phase (train, evaluate, predict, save, and the stages that are one long call) has a rhythm of its own: steps take
+Every phase (train, evaluate, predict, save, and the stages that are one long call) has a rhythm of its own: steps take
 seconds, a checkpoint may take minutes. Until a phase has shown its rhythm, only the administrator's
 `jobs.stall_timeout_sec` applies, as for the first step, which may compile, and for the wait until a checkpoint is
 sealed.

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             sys.stdout.write(json.dumps({"error": error.as_dict()}) + "\n")
         else:
-            _tell(f"{error.told}{f' ({error.hint})' if error.hint else ''}")
+            _write(f"{error.told}{f' ({error.hint})' if error.hint else ''}")
         return error.exit_status
     sys.stdout.write(json.dumps(rows) + "\n" if options.json else "".join(map(_page, rows)))
     return 0
@@ -80,7 +80,7 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
         chat.places.expand_with(processor.expand, prompt_end=processor.prompt_end)
     if any(example.kind == "messages" for example in examples):
         for _, note in chat.advice.notes(examples):
-            _tell(note)
+            _write(note)
     max_length = job_spec.training.cut_at
     shown: list[PreviewRow] = []
     lost, mismatches = omission.Tally(), asking.Mismatches()
@@ -88,11 +88,11 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
         try:
             cut = encoded.truncate(max_length)
         except MediaCutError as error:
-            _tell(f"{where(example)}: {error.told}: the row is skipped")
+            _write(f"{where(example)}: {error.told}: the row is skipped")
             continue
         if not cut.num_predicted:  # as in training
-            place = f"{job_spec.datasets[example.dataset_index].path}, row {example.row_index + 1}"
-            _tell(f"{place}: nothing to train on in its first {max_length} tokens: the row is skipped")
+            where_it_is = f"{job_spec.datasets[example.dataset_index].path}, row {example.row_index + 1}"
+            _write(f"{where_it_is}: nothing to train on in its first {max_length} tokens: the row is skipped")
             continue
         lost.add(where(example), cut.omitted, example)
         mismatches.add(where(example), cut.mismatch, example)
@@ -108,9 +108,9 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
             }
         )
     if advice := chat.advice.on_omissions(lost):
-        _tell(advice)
-    if asked := mismatches.told(len(shown), chat.advice.on_asking(mismatches)):
-        _tell(asked)
+        _write(advice)
+    if asked := mismatches.message(len(shown), chat.advice.on_asking(mismatches)):
+        _write(asked)
     if not shown:
         raise DatasetError("no row can be trained on", hint="see the reasons above")
     return shown
@@ -128,8 +128,8 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example], num_rows: int) -> It
             yield example, chat.encode(example)
             num_left -= 1
         except DatasetError as error:
-            place = where(example)
-            _tell(f"{'' if error.told.startswith(place) else f'{place}: '}{error.told}: the row is skipped")
+            origin = where(example)
+            _write(f"{'' if error.told.startswith(origin) else f'{origin}: '}{error.told}: the row is skipped")
     if num_left == num_rows:
         raise DatasetError("no row can be trained on", hint="see the reasons above")
 
@@ -142,14 +142,14 @@ def _examples(job_spec: JobSpec, num_rows: int, *, has_chat_template: bool) -> l
     mixture = dataset.load(datasets, seed=seed, has_chat_template=has_chat_template)
     for counts in mixture.counts:
         for bad in counts.bad:
-            _tell(f"{counts.path}: {bad}: the row is skipped")
+            _write(f"{counts.path}: {bad}: the row is skipped")
     if job_spec.eval_split is None:
         return mixture.examples
     return dataset.split(mixture.examples, job_spec.eval_split, seed)[0]
 
 
-def _beginning(each: DatasetSpec, num_rows: int) -> DatasetSpec:
-    return each.model_copy(update={"max_rows": min(each.max_rows or num_rows, num_rows)})
+def _beginning(item: DatasetSpec, num_rows: int) -> DatasetSpec:
+    return item.model_copy(update={"max_rows": min(item.max_rows or num_rows, num_rows)})
 
 
 def _home() -> Path:
@@ -157,7 +157,6 @@ def _home() -> Path:
 
 
 def _located(job_spec: JobSpec) -> JobSpec:
-    """Return the job with its Hub data sets located in the cache."""
     return hubdata.located(job_spec, _home(), allow_hub=False)[0]
 
 
@@ -171,7 +170,7 @@ def _load_tokenizer(asked: _Asked) -> Any:
     from honed.worker.model import load
 
     try:
-        return load.load_tokenizer(cast("Assignment", asked), warn=_tell)
+        return load.load_tokenizer(cast("Assignment", asked), warn=_write)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{asked.base_model_path}: the tokenizer cannot be loaded: {said(error)}") from error
 
@@ -183,7 +182,6 @@ def _load_processor(asked: _Asked, tokenizer: Any) -> Any:
 
 
 def _page(row: PreviewRow) -> str:
-    """Format a row for people, with the trained text between ⟦ and ⟧."""
     cut = ", truncated" if row["is_truncated"] else ""
     text = "".join(f"⟦{piece['text']}⟧" if piece["trained"] else piece["text"] for piece in row["segments"])
     lost = "".join(f"\n    left out by the template: {omission.line(item)}" for item in row["omitted"])
@@ -191,7 +189,7 @@ def _page(row: PreviewRow) -> str:
     return plain(page, max_chars=len(page))
 
 
-def _tell(text: str) -> None:
+def _write(text: str) -> None:
     sys.stderr.write(f"preview: {plain(quote.show(text))}\n")  # whoever requests a preview may read the rows
 
 

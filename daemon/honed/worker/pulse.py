@@ -1,6 +1,6 @@
 """Signs of life of a run besides its events: that it progresses, its phase, and how long it may be silent.
 
-    attempts/<n>/pulse   {"phase", "limit_sec"}; touched at each sign of life, for honed       (this module writes)
+    attempts/<n>/pulse   {"phase", "limit_sec"}; touched at every sign of life, for honed       (this module writes)
     attempts/<n>/pulse.1, …     the same of the other ranks, where there are several
     the unit's socket    readiness, progress and watchdog, where the worker is a systemd unit
 
@@ -82,13 +82,13 @@ class Pulse:
         """Go on after a wait for another rank, which was no silence of this one."""
         self._patience.resume(self._clock())
 
-    def tell(self, kind: str, data: Mapping[str, Any]) -> None:
+    def report(self, kind: str, data: Mapping[str, Any]) -> None:
         """Send an event as a status line for `systemctl status`."""
         match kind:
             case "stage":
                 self._begin(str(data.get("stage")))
             case "step":
-                # systemd reads each message, and tells its listeners: a hundred steps a second need not all be sent.
+                # systemd reads messages, and notifies its listeners: a hundred steps a second need not all be sent.
                 if (now := self._clock()) - self._status_at >= BEAT_INTERVAL_SEC:
                     self._status_at = now
                     self._send("WATCHDOG=1", f"STATUS={progress_text(data)}")

@@ -102,15 +102,15 @@ def _limit(cpu_sec: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
 
 
-def _assignment(spec: dict[str, Any], plan: dict[str, Any], place: Path) -> Assignment:
-    layout, plan_file = JobLayout(place), PlanFile({**plan, "spec": spec})
+def _assignment(spec: dict[str, Any], plan: dict[str, Any], job_dir: Path) -> Assignment:
+    layout, plan_file = JobLayout(job_dir), PlanFile({**plan, "spec": spec})
     precision = plan_file.precision
     return Assignment(
         job_id=0,
         name="rehearsal",
         spec=_small_spec(JobSpec.model_validate(spec)),
         base_model_path=plan_file.base_model_path,
-        output_dir=place / "output",
+        output_dir=job_dir / "output",
         backend="transformers",
         precision=replace(
             precision,
@@ -157,7 +157,6 @@ _LAYER = re.compile(r".*\.?(?:layers?|h|blocks?)\.\d+\.")
 
 
 def _chooses_layers(pattern: str) -> bool:
-    """Tell whether a regular expression for modules may choose among numbered layers."""
     return bool(re.search(r"\d", pattern))
 
 
@@ -195,10 +194,10 @@ def rehearse(job: Assignment, row: Pictured | None = None) -> Answer:
     wanted = job.spec.lora.target_modules if job.spec.lora is not None else ""
     if isinstance(wanted, str) and _chooses_layers(wanted):  # tried with all layers instead
         return Answer("unknown", why=f"target_modules chooses layers by number; with all of them: {words(error)}")
-    found = remedy.find(small.job, error, small.model_of, lambda spec: _failure(small.of(spec)) is None)
-    if len(failed) == 1 and not found and not cause.is_of_peft(error):
+    fix = remedy.find(small.job, error, small.model_of, lambda spec: _failure(small.of(spec)) is None)
+    if len(failed) == 1 and not fix and not cause.is_of_peft(error):
         return Answer("unknown", why=f"it fails, perhaps because it is small: {words(error)}")
-    return Answer("refused", error=remedy.refusal(small.job, words(error), found))
+    return Answer("refused", error=remedy.refusal(small.job, words(error), fix))
 
 
 class _ShortageError(Exception):
@@ -227,7 +226,7 @@ class _Small:
         return replace(self, job=replace(self.job, spec=spec, precision=precision))
 
     def model_of(self) -> Any:
-        """Return a new model, which is random, and the same each time."""
+        """Return a new model, which is random, and the same every time."""
         return _build(self.config, self.job)
 
 
@@ -268,7 +267,7 @@ def _check_shortage(error: Exception) -> None:
 
 
 def is_of_the_device(error: Exception) -> bool:
-    """Tell whether an error may be that of the CPU alone: raised in bitsandbytes, for a lack of an operation, or for
+    """Return whether an error may be that of the CPU alone: raised in bitsandbytes, for a lack of an operation, or for
     two dtypes that only a GPU's autocast makes one, as those of a LayerNorm's weight and bias."""
     lacks = "not implemented for" in str(error) or "expected scalar type" in str(error)
     return cause.raised_in(error) == "bitsandbytes" or lacks
@@ -338,11 +337,11 @@ def _quantized(small: _Small) -> Any:
 
     from honed.worker.model.transformers_backend import load_base
 
-    place = Path(tempfile.mkdtemp(dir=small.job.layout.dir))
-    small.model_of().save_pretrained(place)
+    model_dir = Path(tempfile.mkdtemp(dir=small.job.layout.dir))
+    small.model_of().save_pretrained(model_dir)
     spec = small.job.spec.model_copy(update={"adapter": None})
-    job = replace(small.job, base_model_path=place, spec=spec)
-    return load_base(job, AutoConfig.from_pretrained(place))
+    job = replace(small.job, base_model_path=model_dir, spec=spec)
+    return load_base(job, AutoConfig.from_pretrained(model_dir))
 
 
 def _set_up(model: Any, job: Assignment) -> None:

@@ -17,7 +17,7 @@ from honed.worker.assignment import Assignment
 
 #: Edits, or pairs of them, that are tried.
 MAX_TRIES = 20
-#: What each edit gives up; and the order in which they are tried.
+#: What every edit gives up; and the order in which they are tried.
 _MEANS = {
     "lora.lora_dropout": "an adapter on fused experts takes no dropout",
     "lora.init_lora_weights": "the adapter begins as usual",
@@ -68,10 +68,10 @@ def refusal(job: Assignment, words: str, fix: Fix) -> HonedError:
             f"{where}: a step of this job on a small model of the same family fails: {words}",
             hint="no edit of the job file is known that helps: use other target_modules, or another base model",
         )
-    said = "; ".join(f"{_edit_words(key, value)} ({_MEANS[key]})" for key, value in fix.items())
+    edits = "; ".join(f"{_edit_words(key, value)} ({_MEANS[key]})" for key, value in fix.items())
     return SpecError(
         f"{next(iter(fix))}: a step of this job on a small model of the same family fails: {words}",
-        hint=f"{said}: a step on the small model passes with it",
+        hint=f"{edits}: a step on the small model passes with it",
         fix=fix,
     )
 
@@ -93,13 +93,13 @@ def edited(spec: JobSpec, fix: Fix) -> JobSpec:
     document = spec.model_dump(mode="json", exclude_unset=True)
     for key, value in fix.items():
         *sections, name = key.split(".")
-        place = document
+        section_values = document
         for section in sections:
-            place = place.setdefault(section, {})
+            section_values = section_values.setdefault(section, {})
         if value is None:
-            place.pop(name, None)
+            section_values.pop(name, None)
         else:
-            place[name] = value
+            section_values[name] = value
     return JobSpec.model_validate(document)
 
 
@@ -144,8 +144,8 @@ def _adapter_edits(lora: LoraSpec, error: Exception, model_of: Callable[[], Any]
 def _unfit(error: Exception) -> list[str]:
     if isinstance(error, LostNamesError):
         return error.modules
-    found = _UNFIT.search(str(error))
-    return sorted(re.findall(r"[\w.]+", found[1])) if found else []
+    match = _UNFIT.search(str(error))
+    return sorted(re.findall(r"[\w.]+", match[1])) if match else []
 
 
 def _routers(model: Any) -> list[str]:
@@ -161,7 +161,6 @@ def _routers(model: Any) -> list[str]:
 
 
 def _excluded(lora: LoraSpec, names: list[str]) -> str | list[str]:
-    """Return the job's exclude_modules with these names in addition."""
     before = lora.exclude_modules
     if isinstance(before, str):
         return rf"({before})|(.*\.)?({'|'.join(map(re.escape, names))})"

@@ -1,4 +1,4 @@
-"""The meeting of ranks on several machines: rank 0 listens on its node, and tells where on the shared file system.
+"""The meeting of ranks on several machines: rank 0 listens on its node, and writes where to the shared file system.
 
     ranks/address.json   {"host", "port"}, by rank 0
 
@@ -54,23 +54,23 @@ def store(shared: Path, host: str, *, rank: int, world: int, timeout: datetime.t
         temporary = path.with_name(f".{path.name}")
         temporary.write_text(json.dumps({"host": host, "port": made.port}))
         temporary.replace(path)
-        _tell(host, made.port)
+        _log_address(host, made.port)
         _choose_interface(host)
         return made
     deadline = time.monotonic() + timeout.total_seconds()
     while not path.exists():
         if time.monotonic() >= deadline:
-            raise RuntimeError(f"rank 0 did not tell its address within {timeout}")
+            raise RuntimeError(f"rank 0 did not publish its address within {timeout}")
         time.sleep(LOOK_INTERVAL_SEC)
-    told = json.loads(path.read_bytes())
-    _tell(told["host"], told["port"])
+    address = json.loads(path.read_bytes())
+    _log_address(address["host"], address["port"])
     try:
-        with socket.create_connection((told["host"], told["port"]), timeout=CONNECT_SEC) as link:
+        with socket.create_connection((address["host"], address["port"]), timeout=CONNECT_SEC) as link:
             _choose_interface(link.getsockname()[0])
     except OSError as error:
-        raise RuntimeError(f"{told['host']}, port {told['port']}: {error.strerror or error}") from error
+        raise RuntimeError(f"{address['host']}, port {address['port']}: {error.strerror or error}") from error
     return distributed.TCPStore(
-        told["host"], told["port"], world, is_master=False, timeout=timeout, wait_for_workers=False
+        address["host"], address["port"], world, is_master=False, timeout=timeout, wait_for_workers=False
     )
 
 
@@ -90,7 +90,7 @@ def _listen(host: str) -> socket.socket:
     return made
 
 
-def _tell(host: str, port: int) -> None:
+def _log_address(host: str, port: int) -> None:
     """Have accelerate, which looks for them on the CPU, find what torchrun's variables would say."""
     os.environ.setdefault("MASTER_ADDR", host)
     os.environ.setdefault("MASTER_PORT", str(port))
@@ -101,10 +101,10 @@ def _choose_interface(address: str) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                reply = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # it has no address
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
+            if socket.inet_ntoa(reply[20:24]) == address:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
                 return

@@ -56,17 +56,17 @@ def run(
     backend: str | None = None,
     stop: Stop | None = None,
     gate: Gate | None = None,
-    tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
+    report: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
     ranks: Ranks = ALONE,
 ) -> int:
     """Run one attempt. Write events and, once everything else is durable, result.json; return the exit status.
 
-    Each event is also passed to `tell`. `gate`: before it the device is not used. Of several ranks, the first
+    Every event is also passed to `report`. `gate`: before it the device is not used. Of several ranks, the first
     alone writes.
     """
     layout = JobLayout(job_dir).attempt(attempt)
     durable.make_dir(layout.dir)
-    events = EventWriter(layout.events_path, tell=tell) if ranks.is_zero else Unwritten(tell)
+    events = EventWriter(layout.events_path, tell=report) if ranks.is_zero else Unwritten(report)
     stop = stop or Stop()
     reserve = disk_reserve.Reserve(layout.dir) if ranks.is_zero else None
     this = Run(events, stop, gate or Gate(JobLayout(job_dir), attempt, {}), ranks)
@@ -149,7 +149,7 @@ def _try_first(this: Run, job: Assignment, attempt: int) -> None:
         if job.spec.trial != "only" and not this.stop.is_set and imports.can_be_ahead(job):
             imports.ahead()
 
-    result = trials.run(job, attempt=attempt, tell=this.log, stop=this.stop, meanwhile=prepare)
+    result = trials.run(job, attempt=attempt, log=this.log, stop=this.stop, meanwhile=prepare)
     this.events.emit("trial", **asdict(result))
     level = "info" if result.verdict == "learns" else "warning"
     this.log(level, f"trial: {trial.headline(result)}")

@@ -13,7 +13,7 @@ from honed.system.error import InterruptedRunError
 class Stop:
     """A flag that is set once and never unset.
 
-    Each check of it shows that the run progresses, and is a `beat` of the run's pulse. The pulse is also told the
+    Every check of it shows that the run progresses, and is a `beat` of the run's pulse. The pulse also gets the
     phase.
     """
 

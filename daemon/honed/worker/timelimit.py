@@ -54,7 +54,7 @@ class TimeLimit:
             return False
         (before, cpu_before), self._looked = self._looked, (self._clock(), self._cpu())
         now, cpu = self._looked
-        # Each step asks: the file is read only at the end.
+        # Every step asks: the file is read only at the end.
         if self._unpaused_sec() <= self._seconds or self.elapsed_sec() <= self._seconds:
             self._over_at = None
             return False

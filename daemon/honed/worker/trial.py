@@ -32,20 +32,20 @@ def run(
     job: Assignment,
     *,
     attempt: int,
-    tell: Callable[[str, str], None],
+    log: Callable[[str, str], None],
     stop: Stop,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> Findings:
     """Try the job on a few rows. Raises the error that ended the trial; a stop ends it, too. `meanwhile` is called once
     the trial has begun."""
     layout = JobLayout(job.layout.dir / "trial")
-    place = layout.attempt(attempt)
-    durable.make_dir(place.dir)
-    place.events_path.unlink(missing_ok=True)  # left by a first start, before a fallback
-    place.result_path.unlink(missing_ok=True)
+    own = layout.attempt(attempt)
+    durable.make_dir(own.dir)
+    own.events_path.unlink(missing_ok=True)  # left by a first start, before a fallback
+    own.result_path.unlink(missing_ok=True)
     tree.remove(layout.checkpoints_dir)  # it would resume from one, and report fewer steps
     trial.reduced(job.plan, layout.output_dir).write(PersonPath.own(layout.plan_path))
-    tell("info", f"starting with a trial: {trial.NUM_ROWS} rows, a few steps")
+    log("info", f"starting with a trial: {trial.NUM_ROWS} rows, a few steps")
     # Its output goes to worker.log, as ours does.
     command = python.module("honed.worker", str(layout.dir), str(attempt), "--backend", job.backend)
     process = subprocess.Popen(
@@ -56,23 +56,23 @@ def run(
     )
     try:
         meanwhile()
-        _follow(process, place.events_path, tell, stop)
+        _follow(process, own.events_path, log, stop)
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
     stop.check()
     try:
-        result = json.loads(place.result_path.read_bytes())
+        result = json.loads(own.result_path.read_bytes())
     except (OSError, ValueError) as error:
         raise KilledError(
             f"the trial exited with status {process.returncode} and left no result", hint="see its log: honectl logs"
         ) from error
     if result["error"]:
         raise from_dict(result["error"])
-    found = trial.judge(_events(place.events_path), job.plan)
-    durable.write_json(layout.dir / "findings.json", asdict(found))
-    return found
+    findings = trial.judge(_events(own.events_path), job.plan)
+    durable.write_json(layout.dir / "findings.json", asdict(findings))
+    return findings
 
 
 def _die_with_parent() -> None:
@@ -80,7 +80,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _follow(process: subprocess.Popen[bytes], path: Path, tell: Callable[[str, str], None], stop: Stop) -> None:
+def _follow(process: subprocess.Popen[bytes], path: Path, log: Callable[[str, str], None], stop: Stop) -> None:
     """Wait until the trial has ended. Only its events count as signs of life, as with any worker."""
     offset, told_at, is_asked = 0, time.monotonic(), False
     while process.poll() is None:
@@ -93,7 +93,7 @@ def _follow(process: subprocess.Popen[bytes], path: Path, tell: Callable[[str, s
             stop.beat()
             if time.monotonic() - told_at >= TOLD_INTERVAL_SEC:
                 told_at = time.monotonic()
-                tell("debug", f"trial: {_how_far(reading.events)}")
+                log("debug", f"trial: {_how_far(reading.events)}")
         time.sleep(LOOK_INTERVAL_SEC)
 
 
@@ -110,10 +110,10 @@ def _how_far(events: list[event.Event]) -> str:
 
 
 def _events(path: Path) -> list[event.Event]:
-    found, offset = [], -1
+    events, offset = [], -1
     reading = event.read(PersonPath.own(path), 0)
     while reading.offset != offset:
-        found += reading.events
+        events += reading.events
         offset = reading.offset
         reading = event.read(PersonPath.own(path), offset)
-    return found
+    return events

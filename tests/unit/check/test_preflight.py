@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -24,7 +26,7 @@ import gpus
 from honed.check import datacheck, placecheck, preflight
 from honed.check.checklist import Asked, Verdict
 from honed.daemon.arrivals.checker import Checker
-from honed.daemon.arrivals.line import Request
+from honed.daemon.arrivals.line import MAX_PAUSE_SEC, Request
 from honed.job.plan_file import Earlier
 from honed.plan.plan import Plan
 from honed.run.helper import READY, STAGE_BYTES, ChildHelper, children
@@ -36,6 +38,7 @@ from honed.system import installed
 from honed.system.device import Device
 from honed.system.error import (
     DatasetError,
+    DegradedError,
     DiskShortError,
     EnvironmentInvalidError,
     HonedError,
@@ -689,6 +692,36 @@ def test_what_cannot_be_read_is_told_without_a_traceback(desk: Desk, what: str) 
     assert raised.value.code != "error"
 
 
+#: A regular file to stat(2), which no process can read at its beginning: EIO, as of a faulty disk.
+UNREADABLE = Path("/proc/self/mem")
+
+
+@pytest.mark.parametrize("name", ["model/config.json", "rows.jsonl", "rows.parquet"])
+def test_a_fault_of_the_machine_refuses_nothing(desk: Desk, name: str) -> None:
+    path = desk.path / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(UNREADABLE)
+    keys = {"datasets": [{"path": str(path)}]} if name.startswith("rows") else {}
+    with pytest.raises(DegradedError, match=f"{name}: Input/output error" if keys else "Input/output error"):
+        desk.check(**keys)
+
+
+def test_a_template_on_a_faulty_disk_refuses_nothing(desk: Desk) -> None:
+    with pytest.raises(DegradedError, match=f"chat_template: {UNREADABLE}: .*Input/output error"):
+        desk.check(chat_template=str(UNREADABLE))
+
+
+def test_an_image_on_a_faulty_disk_is_skipped_and_refuses_nothing(desk: Desk) -> None:
+    desk.edit_config(model_type="qwen3_vl", vision_config={"depth": 2})
+    (desk.model / "preprocessor_config.json").write_text("{}")
+    write_pictures(desk, "good.png", "bad.png")
+    (desk.path / "bad.png").symlink_to(UNREADABLE)
+    (warning,) = desk.check(UNREHEARSED).warnings
+    assert "1 of the first 2 rows with media have an unusable file, and will be skipped" in warning
+    with pytest.raises(DegradedError, match="Input/output error"):
+        desk.check(UNREHEARSED, media={"broken": "refuse"})
+
+
 # --- The helper -------------------------------------------------------------------------------------------------------
 
 
@@ -936,6 +969,25 @@ def test_a_job_that_kills_two_helpers_is_refused_and_the_next_one_checked(desk: 
     assert error_of(answers[0]).code == "environment_invalid"
     assert "died 2 times" in error_of(answers[0]).message
     assert isinstance(answers[1], Passed)
+
+
+def test_a_helper_without_descriptors_refuses_nothing_and_is_replaced(
+    desk: Desk, daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon.submit(1, desk.write(), Config(), CPU)
+    assert isinstance(daemon.answers(1)[0], Passed)
+    first = daemon.helper_pid()
+    num_open = len(list(Path(f"/proc/{first}/fd").iterdir()))
+    resource.prlimit(first, resource.RLIMIT_NOFILE, (num_open, num_open))
+    daemon.submit(2, desk.write(), Config(), CPU)
+    wait_for(lambda: daemon.client.stuck() == {2}, what="the fault", pause=daemon._turn)
+    assert daemon.client.why_stuck == "the machine keeps a file that the job names from being read"
+    assert "job 2: not checked yet: " in caplog.text
+    assert os.strerror(errno.EMFILE) in caplog.text
+    daemon.clock.ahead += MAX_PAUSE_SEC
+    assert isinstance(daemon.answers(1)[0], Passed)
+    assert daemon.helper_pid() != first
+    assert daemon.client.stuck() == set()
 
 
 def test_a_helper_that_dies_in_idleness_is_replaced(desk: Desk, daemon: Daemon) -> None:

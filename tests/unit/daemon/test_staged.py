@@ -178,6 +178,19 @@ def test_a_worker_of_the_last_honed_ends_and_its_job_may_be_staged_again(place: 
     assert not place.staged.has_given_up(place.job())
 
 
+def test_a_worker_that_no_entry_knows_is_ended(place: Place) -> None:
+    place.spool.update(place.job(), staged_at=None)  # as a crash in a move leaves it
+    place.staged.forget(place.job())
+    place.staged.recover()
+    assert not len(place.staged)
+    place.look()
+    assert place.staged.is_ending(1)
+    wait_for(lambda: place.turn() or not len(place.staged), what="no staged worker")
+    assert not place.runner.live()
+    assert (place.job().state, place.job().attempts) == (State.QUEUED, ())
+    assert not list((place.layout.spool_dir / "corrupt").glob("*"))
+
+
 def test_an_entry_whose_staged_worker_has_vanished_is_not_staged_any_more(place: Place) -> None:
     place.staged.forget(place.job())
     place.kill()

@@ -108,7 +108,7 @@ class Row:
     def add(self, uid: int, count: int = 1) -> None:
         for _ in range(count):
             self.number += 1
-            self.line.add(Request(self.number, PersonPath(Path()), Config(), uid, {}))
+            self.line.add(Request(self.number, PersonPath(Path()), Config(), uid=uid))
 
     def begin(self) -> list[int | None]:
         """Let all helpers that may take a request do so, and return whose these are."""

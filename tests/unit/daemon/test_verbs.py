@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from honed.cli import offline
 from honed.daemon.loop import Daemon
 from honed.daemon.verb import Right
-from honed.job import refusals
+from honed.job import change, refusals
 from honed.job.arrival import Arrivals
 from honed.job.job import Job, State
 from honed.job.plan_file import PlanFile
@@ -154,6 +155,11 @@ def closed(honed: Daemon) -> list[str]:
 def test_the_table_has_these_verbs_with_these_rights(honed: Daemon) -> None:
     assert {name: verb.right for name, verb in honed._answers.verbs.items()} == {
         name: use.right for name, use in USES.items()
+    }
+    assert all(USES[name].right is Right.OWNER for name in change.CHANGES)
+    assert set(offline.VERBS) == {
+        *("list", "numbers", "names", "overview", "show", "glance", "predictions", "losses", "group", "accepted"),
+        *("refusal", "refused", "pause", "resume", *change.CHANGES),
     }
     with pytest.raises(UsageError, match="unknown verb 'drop'"):
         answered(honed, "drop", ADMINISTRATOR, {})

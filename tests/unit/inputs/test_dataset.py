@@ -316,7 +316,7 @@ def test_nulls_of_a_call_in_a_table_are_counted_as_they_may_be_padding(tmp_path:
     assert [count.num_nulled for count in read.counts] == [2]
     looked = dataset.inspect(DatasetSpec(path=str(tmp_path / "a.parquet")))
     assert looked.num_nulled == 2
-    assert dataset.told_nulled(2).startswith("2 rows have tool calls with arguments of null, which are left out")
+    assert dataset.nulled_message(2).startswith("2 rows have tool calls with arguments of null, which are left out")
 
 
 def test_nulls_of_a_call_are_kept_where_the_file_has_them_as_json(tmp_path: Path) -> None:

@@ -123,3 +123,29 @@ def test_neither_an_error_without_a_number_nor_one_of_ours_is_one() -> None:
     assert durable.machine_fault(LookupError("odd")) is None
     assert durable.machine_fault(sqlite3.OperationalError("no such table")) is None
     assert durable.machine_fault(MemoryError()) == "Cannot allocate memory"
+
+
+class OfLibraryError(OSError):
+    """As PyAV's, whose number tells of the file."""
+
+    __module__ = "av.error"
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_machines"),
+    [
+        (OSError(errno.EIO, "bad"), True),
+        (OSError(errno.EMFILE, "bad"), True),
+        (OSError(errno.EACCES, "bad"), False),
+        (OSError(errno.ENOENT, "bad"), False),
+        (OfLibraryError(errno.EIO, "bad"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_the_fault_behind_an_error_is_found_unless_a_submitter_can_cause_it(
+    cause: Exception, is_machines: bool
+) -> None:
+    middle, last = ValueError("middle"), RuntimeError("last")
+    last.__cause__, middle.__cause__ = middle, cause
+    assert durable.cause_at_persons(last) is (cause if is_machines else None)
+    assert durable.cause_at_persons(ValueError("without a cause")) is None

@@ -34,11 +34,11 @@ def test_a_prompt_is_as_trained_or_not(asked: str, before: str, turn: str, is_fi
 
 def test_the_first_of_the_rows_is_told_and_all_are_counted() -> None:
     found = asking.Mismatches()
-    assert found.told(1, "") == ""
+    assert found.message(1, "") == ""
     mismatch = asking.compare(USER + OPEN + "<think>\n", USER + OPEN + "4", len(USER + OPEN))
     for place, each in (("row 1", None), ("row 2", mismatch), ("row 3", mismatch)):
         found.add(place, each, place)
-    told = (asking.Mismatches() + found).told(3, "do this")
+    told = (asking.Mismatches() + found).message(3, "do this")
     assert "in 2 of 3 rows (the first: row 2: the generation prompt ends in" in told
     assert told.endswith("; do this")
     assert "<think>" in told

@@ -72,7 +72,7 @@ def test_the_unit_and_honed_are_told_of_it_within_the_administrators_limits(tmp_
         pulse = Pulse(environment, path=tmp_path / "pulse", clock=lambda: clock[0])
         assert environment == {}
         stop = Stop(pulse.beat, pulse.enter)
-        pulse.tell("stage", {"stage": "train"})
+        pulse.report("stage", {"stage": "train"})
         told: list[str] = []
         for pause, usec in ((1.25, 30), (2.0, 40), (50.0, 100)):
             for _ in range(12):

@@ -40,7 +40,7 @@ def pulse(systemd: socket.socket, clock: list[float]) -> tuple[Pulse, dict[str, 
 
 def test_a_worker_is_ready_at_its_first_stage_and_says_where_it_is(systemd: socket.socket, tmp_path: Path) -> None:
     told, _ = pulse(systemd, [0.0])
-    events = EventWriter(tmp_path / "events.jsonl", tell=told.tell)
+    events = EventWriter(tmp_path / "events.jsonl", tell=told.report)
     events.emit("started")
     events.emit("stage", stage="load")
     events.emit("stage", stage="train")
@@ -57,7 +57,7 @@ def test_of_many_steps_a_second_one_is_sent(systemd: socket.socket) -> None:
     told, _ = pulse(systemd, clock)
     for step in range(1, 41):
         clock[0] = step / 16
-        told.tell("step", {"step": step, "num_steps": 40})
+        told.report("step", {"step": step, "num_steps": 40})
     assert heard(systemd) == [["WATCHDOG=1", f"STATUS=step {step}/40"] for step in (1, 17, 33)]
 
 
@@ -79,16 +79,16 @@ def test_where_nobody_listens_nothing_is_said(systemd: socket.socket) -> None:
     clock = [5.0]
     for environment in ({}, {"NOTIFY_SOCKET": systemd.getsockname()}, {"HONED_WATCHDOG_SEC": "60"}):
         silent = Pulse(environment, clock=lambda: clock[0])
-        silent.tell("stage", {"stage": "load"})
+        silent.report("stage", {"stage": "load"})
     gone = Pulse({"NOTIFY_SOCKET": "/nowhere", "HONED_WATCHDOG_SEC": "60"})
-    gone.tell("stage", {"stage": "load"})
+    gone.report("stage", {"stage": "load"})
     assert heard(systemd) == []
 
 
 def test_a_pulse_file_is_never_read_half_written(tmp_path: Path) -> None:
     path = tmp_path / "pulse"
     made = Pulse({}, path=path)
-    made.tell("stage", {"stage": "load"})
+    made.report("stage", {"stage": "load"})
     seen: list[bytes] = []
     is_over = threading.Event()
 
@@ -99,7 +99,7 @@ def test_a_pulse_file_is_never_read_half_written(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(read)
         for number in range(3000):
-            made.tell("stage", {"stage": ("train", "export", "load")[number % 3]})
+            made.report("stage", {"stage": ("train", "export", "load")[number % 3]})
         is_over.set()
         reader.result()
     assert len(seen) > 100

@@ -94,7 +94,6 @@ class Acceptance:
 
     @property
     def _is_quiet(self) -> bool:
-        """True if no arrival is being taken or checked."""
         return not (self._checks.being_checked() or self._checks.num_checked or self.incoming.num_unsettled)
 
     @property
@@ -280,7 +279,7 @@ def facts_of(answer: Passed) -> dict[str, Any]:
         "notify": spec.get("notify"),
         "time_limit_sec": spec.get("time_limit_sec"),
         "model": str(spec.get("base_model") or ""),
-        "data": tuple(str(item["path"]) for item in spec.get("datasets") or spec.get("eval_datasets") or ()),
+        "data": tuple(str(dataset["path"]) for dataset in spec.get("datasets") or spec.get("eval_datasets") or ()),
     }
 
 

@@ -56,7 +56,7 @@ class Checker:
         ends = [seat.idle_since + IDLE_SEC for seat in self._seats[1:] if seat.is_free]
         looks = [self._clock() + LOOK_SEC] if self._line and not self.is_between and not self.is_rehearsing else []
         times = (*deadlines, *starts, *ends, *looks, self._line.due_at)
-        return min((item for item in times if item is not None), default=None)
+        return min((moment for moment in times if moment is not None), default=None)
 
     @property
     def is_busy(self) -> bool:
@@ -153,7 +153,7 @@ class Checker:
     def _may_start(self, seat: Seat) -> bool:
         """Return True if a seat's helper may be started: after a failure no other than the one that has failed, and
         the first one alone, so that what prevents all of them is reported once."""
-        failed = next((item for item in self._seats if item.slot.fault), seat)
+        failed = next((other for other in self._seats if other.slot.fault), seat)
         return seat.slot.may_start and failed is seat and (self.is_ready or not self.has_helper)
 
     def _end_idle(self) -> None:

@@ -80,7 +80,7 @@ class Checkers:
         ends = [since + IDLE_SEC for since in self._idle.values()]
         ends += [self._came[uid] + START_GRACE_SEC for uid in self._new]
         ends += [self._clock() + LOOK_SEC] if self._queue else []
-        return min((item for item in (*deadlines, *ends) if item is not None), default=None)
+        return min((moment for moment in (*deadlines, *ends) if moment is not None), default=None)
 
     @property
     def fault(self) -> str:
@@ -174,7 +174,6 @@ class Checkers:
         return self._num_units + min(NUM_MORE_HELPERS, sum(self._people[uid].is_rehearsing for uid in self._placed))
 
     def _is_awaited(self, uid: int) -> bool:
-        """Return True if a user's files wait for a helper that may be ready soon."""
         checker = self._people.get(uid)
         return checker is not None and checker.is_busy and not (checker.is_ready or checker.fault)
 
@@ -212,7 +211,6 @@ class Checkers:
         return {uid for uid, checker in self._people.items() if checker.is_busy}
 
     def _rank(self, uid: int) -> tuple[bool, bool, float]:
-        """Return a user's rank among those who want a place, the lowest is first."""
         return (uid not in self._new, self._people[uid].is_late, self._turns.due(uid))
 
     def _take_back_one(self, comer: int) -> bool:

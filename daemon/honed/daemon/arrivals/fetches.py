@@ -168,11 +168,11 @@ class Fetches:
         waiting = [row for row in self.rows() if row.source is not None]
         if not waiting:
             return None
-        closed = [item for item in waiting if not (asker.reads_all or item.uid == asker.uid)]
-        if any(str(item.id) == reference for item in closed):
+        closed = [row for row in waiting if not (asker.reads_all or row.uid == asker.uid)]
+        if any(str(row.id) == reference for row in closed):
             raise NotPermittedError(f"job {reference} belongs to another user", hint="honectl list shows your own jobs")
         is_a_jobs = any(not job.state.is_final for job in self._spool.named(reference))
-        names = [item for item in waiting if item not in closed and reference in {str(item.id), item.name}]
+        names = [row for row in waiting if row not in closed and reference in {str(row.id), row.name}]
         named = [name for name in names if not is_a_jobs or str(name.id) == reference]
         return named[0] if len(named) == 1 else None
 

@@ -142,8 +142,8 @@ class Listing:
         seen_at, self._unnamed, self.has_more = dict(unnamed), unnamed, False
         for first in range(0, len(due), MAX_TOGETHER_LISTED):
             some = self._arrivals.dropped_of(due[first : first + MAX_TOGETHER_LISTED])
-            for item in sorted(some, key=lambda file: seen_at.get(file.path.name, now)):
-                self._append(item, present[item.path.name])
+            for file in sorted(some, key=lambda file: seen_at.get(file.path.name, now)):
+                self._append(file, present[file.path.name])
             yield
 
     def add_hinted(self, now: float) -> None:
@@ -181,7 +181,7 @@ class Listing:
     def _add(self, hinted: Sequence[str]) -> None:
         """Add files behind all others of their users, in this order; also those that were known and have changed
         since, or have been replaced by another. An event that is late moves nothing."""
-        files = {item.path.name: item for item in self._arrivals.dropped_of(hinted)}
+        files = {file.path.name: file for file in self._arrivals.dropped_of(hinted)}
         for name in hinted:
             file, known = files.get(name), self._known.get(name)
             if file is not None and (known is None or known.file != file or name in self._left):

@@ -3,7 +3,7 @@
     waiting ── take ──► under check ── end ──► answered, as soon as all earlier ones of the same user are
        ▲                     │
        ├───── put_back ◄─────┤ its helper has died
-       └ bring_back ◄─ aside ┘ the machine keeps its file from being read: it is tried again after a pause
+       └ bring_back ◄─ aside ┘ the machine keeps a file of it from being read: it is tried again after a pause
 
 With several helpers, users who wait are served before anybody has two of them, the others are shared by weight, and
 nobody has all: one is left for the next user. So slow data sets of one user delay nobody else by more than the check
@@ -150,7 +150,6 @@ class Line:
         return request
 
     def _rank(self, uid: int | None) -> tuple[float, bool, float]:
-        """Return a user's rank among those who wait, the lowest is first."""
         return (self._under_check[uid] / self._turns.weight(uid), uid in self._late, self._turns.due(uid))
 
     def rehearse(self, request: Request) -> None:
@@ -166,14 +165,14 @@ class Line:
         self._waiting = {request.uid: waiting, **self._waiting}
         self._turns.give_back(request.uid)
 
-    def set_aside(self, request: Request, problem: str, now: float) -> list[Answer]:
-        """Let a request that was taken wait for a while, as its job file cannot be read. Returns its user's answers
-        that it has held up."""
+    def set_aside(self, request: Request, problem: str, now: float, *, shown: str = "") -> list[Answer]:
+        """Let a request that was taken wait for a while, as the machine keeps its job file or one named in that from
+        being read: `problem` for the log, `shown` for everybody. Returns its user's answers that it has held up."""
         self._leave(request)
         self._turns.give_back(request.uid)
         if not self._aside and not request.pause_sec:
             log.error("job %d: not checked yet: %s", request.id, problem, extra=about(request.id, uid=request.uid))
-        self._fault = problem
+        self._fault = shown or problem
         request.pause_sec = min(2 * request.pause_sec or FIRST_PAUSE_SEC, MAX_PAUSE_SEC)
         self._aside.append((now + request.pause_sec, request))
         self._taken[request.uid].remove(request.id)

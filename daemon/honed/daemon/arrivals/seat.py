@@ -9,7 +9,7 @@ from honed.daemon.arrivals.line import Line, Request
 from honed.run import reply
 from honed.run.helper_slot import HelperSlot
 from honed.run.rehearsed import STAGE
-from honed.run.reply import Answer, Refused
+from honed.run.reply import Answer, Postponed, Refused
 from honed.system import durable
 from honed.system.error import EnvironmentInvalidError, SpecError
 from honed.system.log import about
@@ -76,7 +76,17 @@ class Seat:
         answer = reply.read(line, request.id) if request is not None else None
         if request is None or answer is None:
             return self._revive()  # the helper has ended; an invalid answer is treated as a crash
+        if isinstance(answer, Postponed):
+            return self._postpone(request, answer)
         return self._end(request, answer, is_late=False)
+
+    def _postpone(self, request: Request, answer: Postponed) -> list[Answer]:
+        """Let a request wait whose check has met a fault of the machine; the helper has not crashed."""
+        self.current, self.idle_since = None, self._clock()
+        request.num_helpers = 0
+        # Of the files that a job names, the status of honed says nothing.
+        shown = "the machine keeps a file that the job names from being read"
+        return self._line.set_aside(request, answer.fault, self._clock(), shown=shown)
 
     def _end(self, request: Request, answer: Answer, *, is_late: bool | None = None) -> list[Answer]:
         self.current, self.idle_since = None, self._clock()

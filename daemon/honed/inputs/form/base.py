@@ -27,7 +27,7 @@ class Format:
     reads: tuple[str, ...]  #: the columns that it reads; one of TURNS, too, if it has turns
     fits: Callable[[Row], bool]  #: True for a row with its columns
     answers: Callable[..., list[dict[str, Any]]]
-    """Convert a row, `has_chat_template` or not, to the fields of an Example, once for each answer. Raises RowError."""
+    """Convert a row, `has_chat_template` or not, to the fields of an Example, once per answer. Raises RowError."""
     has_turns: bool = False  #: each is trained on or not by its own `weight`
 
 
@@ -36,7 +36,7 @@ class Form:
     """The rows of a kind of job."""
 
     formats: Mapping[str, Format]  #: in the order in which they are recognised
-    num_answers: int = 1  #: of each row: so many sequences of tokens are trained on together
+    num_answers: int = 1  #: of every row: so many sequences of tokens are trained on together
     misfit: Callable[[Row], Misfit | None] = lambda _row: None  #: the apparent kind of a row that fits no format
 
     @property

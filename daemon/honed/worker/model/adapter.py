@@ -1,6 +1,6 @@
 """A stored adapter, put into the model that it is for: a partial fit would resume from zeros, or be merged in part.
 
-peft reads adapters with `load_state_dict(strict=False)`. Here names are compared both ways, and each tensor of the file
+peft reads adapters with `load_state_dict(strict=False)`. Here names are compared, and every tensor of the file
 with the one in the model, so that no step between the two goes unnoticed.
 """
 
@@ -102,9 +102,9 @@ def write_digests(model: Any, adapter_dir: Path) -> dict[str, Any]:
     from honed.worker.model import tensorfile
 
     saved = peft.get_peft_model_state_dict(model)
-    places = {tensor.data_ptr() for tensor in saved.values()}
+    addresses = {tensor.data_ptr() for tensor in saved.values()}
     trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-    if lost := [name for name, item in trained if item.data_ptr() not in places]:
+    if lost := [name for name, item in trained if item.data_ptr() not in addresses]:
         raise InternalError(f"peft leaves out weights that were trained: {quote.first(lost, 3)}")
     tensorfile.write(adapter_dir, {FILE: tensorfile.digests(saved)})
     return saved
@@ -139,10 +139,10 @@ def put(
 
     with _recorded(wrapped) as given:
         try:
-            found = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=low_cpu_mem_usage)
+            fit = peft.set_peft_model_state_dict(wrapped, state, low_cpu_mem_usage=low_cpu_mem_usage)
         except (ValueError, RuntimeError, KeyError) as error:
             raise _misfit(wrapped.get_base_model(), adapter_dir, error, hint) from error
-    _check_fitted(adapter_dir, wrapped, found, hint or OTHER_BASE)
+    _check_fitted(adapter_dir, wrapped, fit, hint or OTHER_BASE)
     held = wrapped.state_dict()
     if wrong := [name for name, tensor in given.items() if name in held and not tensorfile.is_same(held[name], tensor)]:
         raise ModelError(
@@ -169,23 +169,23 @@ def _recorded(wrapped: Any) -> Iterator[dict[str, Any]]:
 
 
 def _misfit(model: Any, adapter_dir: Path, error: Exception, hint: str = "") -> ModelError:
-    said = " ".join(str(error).split())[:300]
-    return ModelError(f"{adapter_dir}: does not match {type(model).__name__}: {said}", hint=hint or OTHER_BASE)
+    text = " ".join(str(error).split())[:300]
+    return ModelError(f"{adapter_dir}: does not match {type(model).__name__}: {text}", hint=hint or OTHER_BASE)
 
 
-def _check_fitted(adapter_dir: Path, wrapped: Any, found: Any, hint: str) -> None:
+def _check_fitted(adapter_dir: Path, wrapped: Any, fit: Any, hint: str) -> None:
     """Raise ModelError if peft left out weights of an adapter, or has none for some that are trained, according to
-    `found`.
+    `fit`.
 
     Weights beside those that the model's class ignores are accepted: they had no gradient, as in layers that share
     keys.
     """
     trained = {name for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
     lacking = sorted(
-        name for name in found.missing_keys if ".lora_" in name or ".modules_to_save." in name or name in trained
+        name for name in fit.missing_keys if ".lora_" in name or ".modules_to_save." in name or name in trained
     )
     model = wrapped.get_base_model()
-    homeless = sorted(name for name in found.unexpected_keys if not is_passed_over(model, name))
+    homeless = sorted(name for name in fit.unexpected_keys if not is_passed_over(model, name))
     for names, what in (
         (homeless, "has weights that do not exist in the base model"),
         (lacking, "lacks weights that its own adapter_config.json requires"),

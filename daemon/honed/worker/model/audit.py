@@ -74,18 +74,18 @@ class Auditor:
         self._precision = precision
         self._events = events
         self._is_other = backend != "transformers"
-        self._dtypes: dict[str, Any] = {}  #: of each parameter, at the last audit
+        self._dtypes: dict[str, Any] = {}  #: of every parameter, at the last audit
         self._kept: Mapping[str, str] = {}  #: dtypes of those that are saved in a wider one
 
     def model(self, model: Any, when: str, *, mended: Sequence[str] = ()) -> Audit:
         """Count, fix and report; `mended` lists the caller's fixes. Raises PrecisionError, naming the parameters."""
         with self._advised():
-            found = examine(model, self._precision, when, mended=mended, kept=self._kept)
+            audit = examine(model, self._precision, when, mended=mended, kept=self._kept)
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        self._events.emit("audit", **asdict(found))
-        for text in found.mended:
+        self._events.emit("audit", **asdict(audit))
+        for text in audit.mended:
             self._events.log("info", f"audit ({when}): {text}")
-        return found
+        return audit
 
     def saved(self, model: Any, rule: Rule) -> Audit:
         """Audit the model after full fine-tuning's weights are cast to the dtype in which they are saved.
@@ -179,23 +179,23 @@ def role(name: str, parameter: Any) -> str:
 
 def count(model: Any) -> tuple[Count, ...]:
     """Count parameters by role, dtype and device. bitsandbytes packs two 4-bit ones into a byte."""
-    found: Counter[tuple[str, str, str]] = Counter()
+    counts: Counter[tuple[str, str, str]] = Counter()
     for name, parameter in model.named_parameters():
         is_packed = class_of(parameter) == "Params4bit"
         number = parameter.numel() * parameter.element_size() * 2 if is_packed else parameter.numel()
-        found[role(name, parameter), str(_name(parameter.dtype)), str(parameter.device)] += number
-    return tuple(Count(*key, number) for key, number in sorted(found.items()))
+        counts[role(name, parameter), str(_name(parameter.dtype)), str(parameter.device)] += number
+    return tuple(Count(*key, number) for key, number in sorted(counts.items()))
 
 
-def describe(found: Audit, precision: Precision) -> str:
+def describe(audit: Audit, precision: Precision) -> str:
     """Return the log line to read when a dtype is wrong: the model's dtype, the training precision, and the reasons."""
     flags = "bf16 autocast" if precision.bf16 else "fp16 autocast" if precision.fp16 else "no autocast"
     why = "; ".join(f"{choice}: {reason}" for choice, reason in precision.reasons.items())
     beside = f", {precision.quantization} weights" if precision.quantization != "none" else ""
     adapter = f", adapter in {precision.adapter_dtype}" if precision.adapter_dtype else ""
     return (
-        f"detected model dtype: {found.model_dtype}{beside} (loaded: {found.text}; config {found.config_dtype}, "
-        f"embeddings {found.embedding_dtype}); training precision: {flags}{adapter}" + (f" ({why})" if why else "")
+        f"detected model dtype: {audit.model_dtype}{beside} (loaded: {audit.text}; config {audit.config_dtype}, "
+        f"embeddings {audit.embedding_dtype}); training precision: {flags}{adapter}" + (f" ({why})" if why else "")
     )
 
 
@@ -203,32 +203,32 @@ def describe(found: Audit, precision: Precision) -> str:
 
 
 def _mend_parameters(model: Any, precision: Precision, kept: Mapping[str, str]) -> list[str]:
-    """Cast each parameter to its planned dtype, in place; return the changes. Raises PrecisionError for lost bits."""
+    """Cast every parameter to its planned dtype, in place; return the changes. Raises PrecisionError for lost bits."""
     import torch
 
     changed: dict[tuple[str, str, str], int] = {}
     lost = []
     for name, parameter, allowed in _planned(model, precision, kept):
-        found = str(_name(parameter.dtype))
-        if found in allowed:
+        dtype = str(_name(parameter.dtype))
+        if dtype in allowed:
             continue
         is_trained = parameter.requires_grad and precision.adapter_dtype is not None
-        if found not in _WIDE and not is_trained:
-            lost.append(f"{name} is {found}")
+        if dtype not in _WIDE and not is_trained:
+            lost.append(f"{name} is {dtype}")
             continue
         kind = "trained" if is_trained else role(name, parameter)
-        changed[kind, found, allowed[0]] = changed.get((kind, found, allowed[0]), 0) + 1
+        changed[kind, dtype, allowed[0]] = changed.get((kind, dtype, allowed[0]), 0) + 1
         parameter.data = parameter.data.to(getattr(torch, allowed[0]))
     if lost:
         raise PrecisionError(
             f"planned {precision.load_dtype}, but {quote.first(lost, MAX_NAMED, separator='; ')}",
             hint="set the dtype in the job file",
         )
-    return [f"{number} {kind} weights were {found}, now {wanted}" for (kind, found, wanted), number in changed.items()]
+    return [f"{number} {kind} weights were {dtype}, now {wanted}" for (kind, dtype, wanted), number in changed.items()]
 
 
 def _planned(model: Any, precision: Precision, kept: Mapping[str, str]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Yield each parameter that the plan covers, with the dtypes that it may have, the planned one first."""
+    """Yield every parameter that the plan covers, with the dtypes that it may have, the planned one first."""
     wide = {
         *(getattr(model, "_keep_in_fp32_modules", None) or ()),
         *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
@@ -254,20 +254,20 @@ def _mend_compute_dtype(model: Any, precision: Precision) -> list[str]:
         return []
     wanted = getattr(torch, precision.compute_dtype)
     wrong = [module for module in model.modules() if getattr(module, "compute_dtype", wanted) not in (wanted, None)]
-    found = sorted({str(_name(module.compute_dtype)) for module in wrong})
+    old = sorted({str(_name(module.compute_dtype)) for module in wrong})
     for module in wrong:
         module.compute_dtype = wanted
-    return [f"{len(wrong)} 4-bit layers computed in {', '.join(found)}, now {precision.compute_dtype}"] if wrong else []
+    return [f"{len(wrong)} 4-bit layers computed in {', '.join(old)}, now {precision.compute_dtype}"] if wrong else []
 
 
 def _mend_config(model: Any, precision: Precision) -> list[str]:
     import torch
 
-    found = _name(getattr(model.config, "dtype", None))
-    if found == precision.load_dtype:
+    dtype = _name(getattr(model.config, "dtype", None))
+    if dtype == precision.load_dtype:
         return []
     model.config.dtype = getattr(torch, precision.load_dtype)
-    return [f"model.config.dtype said {found}, now {precision.load_dtype}"]
+    return [f"model.config.dtype said {dtype}, now {precision.load_dtype}"]
 
 
 def _check_quantized_share(model: Any) -> None:
@@ -296,19 +296,19 @@ def _check_quantized_share(model: Any) -> None:
 
 
 def _quantization(model: Any) -> str:
-    found = {_QUANTIZED[kind] for parameter in model.parameters() if (kind := class_of(parameter)) in _QUANTIZED}
-    return "none" if not found else "4bit" if "4bit" in found else "8bit"
+    kinds = {_QUANTIZED[kind] for parameter in model.parameters() if (kind := class_of(parameter)) in _QUANTIZED}
+    return "none" if not kinds else "4bit" if "4bit" in kinds else "8bit"
 
 
 def _model_dtype(counts: Sequence[Count]) -> str | None:
     """Return the dtype of most base parameters, or of most others beside quantized ones and adapters."""
     for roles in (("base",), ("norm", "vision", "audio", "projector")):
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for item in counts:
             if item.role in roles:
-                found[item.dtype] += item.num_parameters
-        if found:
-            return found.most_common(1)[0][0]
+                sizes[item.dtype] += item.num_parameters
+        if sizes:
+            return sizes.most_common(1)[0][0]
     return None
 
 
@@ -335,10 +335,10 @@ def check_accelerator(accelerator: Any, precision: Precision) -> None:
     """
     planned = "bf16" if precision.bf16 else "fp16" if precision.fp16 else "no"
     wanted = (planned, planned != "no", planned == "fp16")
-    found = (str(accelerator.mixed_precision), bool(accelerator.native_amp), accelerator.scaler is not None)
-    if found != wanted:
+    actual = (str(accelerator.mixed_precision), bool(accelerator.native_amp), accelerator.scaler is not None)
+    if actual != wanted:
         words = "mixed_precision={} autocast={} scaler={}".format
         raise PrecisionError(
-            f"planned {words(*wanted)}, but accelerate uses {words(*found)}",
+            f"planned {words(*wanted)}, but accelerate uses {words(*actual)}",
             hint="ACCELERATE_MIXED_PRECISION in the environment overrides the plan",
         )

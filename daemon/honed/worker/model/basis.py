@@ -1,7 +1,7 @@
 """What an adapter stands on. A checkpoint of it has no weights of the base, so a run that resumes compares these.
 
-    checkpoint-N/BASE.json            weights   a digest of samples of each layer, as its files have it
-                                      begun     numbers of each layer that the initialization has changed (PiSSA, OLoRA)
+    checkpoint-N/BASE.json            weights   a digest of samples of every layer, as its files have it
+                                      begun     numbers of layers that the initialization has changed (PiSSA, OLoRA)
     checkpoint-N/BUFFERS.safetensors  the buffers that training has changed (statistics of batch norms), put back
 
 The numbers are of the attempt's beginning: an attempt may go on in another dtype, on another device.
@@ -42,8 +42,8 @@ class Basis:
 
     def write(self, directory: Path, model: Any) -> None:
         """Write it beside an adapter."""
-        found = {"weights": self.compared.digests, "begun": self.begun}
-        (directory / NAME).write_text(json.dumps(found) + "\n", encoding="utf-8")
+        document = {"weights": self.compared.digests, "begun": self.begun}
+        (directory / NAME).write_text(json.dumps(document) + "\n", encoding="utf-8")
         if changed := self._changed(model):
             save_file(changed, directory / BUFFERS_NAME)
 
@@ -71,7 +71,8 @@ class Basis:
         """Put back the buffers that training had changed. Raises ModelError, naming the layers, unless the adapter was
         trained on what this run has loaded."""
         stored = json.loads((directory / NAME).read_bytes())
-        if other := _unequal(stored["weights"], self.compared.digests):
+        weights, digests = stored["weights"], self.compared.digests
+        if other := sorted(name for name in weights.keys() | digests.keys() if weights.get(name) != digests.get(name)):
             raise ModelError(
                 f"{self.base_dir} has other weights than the run began with: {quote.first(other, _MAX_NAMED)}",
                 hint=f"put the files back as they were, or submit the job again: {directory.name} does not fit others",
@@ -107,13 +108,8 @@ def of(base_dir: Path, compared: verify.Compared, model: Any) -> Basis:
 
 
 def _wrapped(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the base's weights of the layers that have an adapter."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer) and hasattr(module.get_base_layer(), "weight"):
             yield name, module.get_base_layer().weight
-
-
-def _unequal(stored: Mapping[str, str], held: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in stored.keys() | held.keys() if stored.get(name) != held.get(name))

@@ -42,8 +42,8 @@ def planned(precision: Precision, model: Any) -> Loaded:
 def of_adapter(adapter_dir: Path) -> Precision | None:
     """Return the precision in which honed trained an adapter, from its manifest; None for one that has none."""
     try:
-        found = json.loads((adapter_dir / "honed.json").read_bytes())["plan"]["precision"]
-        return Precision(**found)
+        precision = json.loads((adapter_dir / "honed.json").read_bytes())["plan"]["precision"]
+        return Precision(**precision)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -95,7 +95,7 @@ def _out_of_quantized(layer: Any, weight: Any, quantization: str) -> Any:
         layer.olora_init("default")
     finally:
         layer.base_layer = base
-    found = packed.weight
+    stored = packed.weight
     if quantization == "4bit":
-        return functional.dequantize_4bit(found.data, found.quant_state)
-    return found.data.to(torch.float32) * found.SCB.to(torch.float32)[:, None] / 127.0
+        return functional.dequantize_4bit(stored.data, stored.quant_state)
+    return stored.data.to(torch.float32) * stored.SCB.to(torch.float32)[:, None] / 127.0

@@ -20,7 +20,7 @@ class Facts(TypedDict):
     versions: dict[str, str]
     step: int
     metrics: dict[str, float]
-    data: NotRequired[dict[str, str]]  #: sha256 of each file; not of a merge
+    data: NotRequired[dict[str, str]]  #: sha256 of every file; not of a merge
     changes: NotRequired[list[str]]  #: what else differs from the base's files, and what to know about serving
 
 
@@ -36,7 +36,7 @@ def made(assignment: Assignment, facts: Facts, *, manifest: str) -> str:
     ]
     commits = assignment.plan.hub_datasets
     data = [
-        f"- {_code(item.path)}" + (f" at {found.commit}" if (found := commits.get(f"datasets.{number}")) else "")
+        f"- {_code(item.path)}" + (f" at {commit.commit}" if (commit := commits.get(f"datasets.{number}")) else "")
         for number, item in enumerate(spec.datasets)
     ]
     return "\n".join(
@@ -83,7 +83,6 @@ def _text(given: object) -> str:
 
 
 def _code(given: object) -> str:
-    """Return text as a Markdown code span."""
     text = _line(given)
     ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if text[:1] in ("`", " ") or text[-1:] in ("`", " ") else ""

@@ -1,4 +1,4 @@
-"""Casts of full fine-tuning's weights to the dtype in which they are saved: at the end, and for each use before it.
+"""Casts of full fine-tuning's weights to the dtype in which they are saved: at the end, and for every use before it.
 
 Float32 master weights hold more than a checkpoint stores. Predictions, scores and the guard use the weights that the
 model's user will have. The master weights are put back bit for bit, so that training is not affected.
@@ -44,7 +44,7 @@ def as_saved(model: Any, precision: Precision, rule: Rule | None, optimizer: Any
 
     from honed.worker.train.optimizer import master
 
-    division.settle(model)
+    division.reshard(model)
     kept: list[tuple[Any, Any]] = []
     is_compensated = precision.master_weights == "compensated"
     # A weight without a remainder is the same number in float32.
@@ -94,16 +94,16 @@ def cast(model: Any, precision: Precision, rule: Rule, optimizer: Any = None) ->
     for _, tensor, dtype in _targets(model, rule):
         if tensor.dtype != dtype:
             tensor.data = master(tensor, optimizer).to(dtype)
-    _tell(model.config, getattr(torch, str(precision.save_dtype)))
+    _set_dtype(model.config, getattr(torch, str(precision.save_dtype)))
     return ""
 
 
-def _tell(config: Any, dtype: Any) -> None:
+def _set_dtype(config: Any, dtype: Any) -> None:
     """Set the dtype in a config and its sub-configs, which other programs read for vision and audio models."""
     config.dtype = dtype
     for name in getattr(config, "sub_configs", None) or ():
         if (inner := getattr(config, name, None)) is not None:
-            _tell(inner, dtype)
+            _set_dtype(inner, dtype)
 
 
 def overflowing(model: Any, rule: Rule) -> list[str]:

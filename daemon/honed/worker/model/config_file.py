@@ -2,7 +2,7 @@
 
 transformers writes config.json in the spelling of its own version. Other programs and older versions read what was
 published, and some take a default where they miss a key: transformers 4 reads `rope_theta`, not `rope_parameters`. So
-an output gets the base's own file, with only the keys changed that differ. Each change is a line for the model card.
+an output gets the base's own file, with only the keys changed that differ. Every change is a line for the model card.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _write(base_dir: Path, made: Path, raw: Json, changes: list[str]) -> list[st
 
 
 def is_part_of(base_dir: Path, config: Any) -> bool:
-    """Tell whether a model is the part of its base that is trained, such as the thinker of one that also speaks."""
+    """Return whether a model is the part of its base that is trained, such as the thinker of one that also speaks."""
     return _is_part(json.loads((base_dir / FILE).read_bytes()), config)
 
 
@@ -199,7 +199,6 @@ def _set_dtype(raw: Json, dtype: str | None) -> list[str]:
 
 
 def _levels(raw: Json, prefix: str = "") -> Iterator[tuple[str, Json]]:
-    """Yield a config and the configs within it."""
     yield prefix, raw
     for key, item in raw.items():
         if key.endswith("_config") and isinstance(item, dict) and key != "quantization_config":
@@ -295,14 +294,14 @@ def write_adapter(made: Path, *, base_model: str, revision: str | None, defaults
     """
     raw = _read(made / ADAPTER_FILE)
     raw |= {"base_model_name_or_path": base_model, "revision": revision}
-    raw["target_modules"] = sorted(each) if isinstance(each := raw.get("target_modules"), list) else each
+    raw["target_modules"] = sorted(targets) if isinstance(targets := raw.get("target_modules"), list) else targets
     kept = {key: item for key, item in raw.items() if key in _ADAPTER_KEYS or item != defaults.get(key)}
     _dump(made / ADAPTER_FILE, kept)
 
 
 def _read(path: Path) -> Json:
-    found: Json = json.loads(path.read_bytes())
-    return found
+    document: Json = json.loads(path.read_bytes())
+    return document
 
 
 def _dump(path: Path, contents: Json) -> None:

@@ -1,6 +1,6 @@
-"""A model that is divided between ranks (torch's FSDP2): each rank holds a part of every weight.
+"""A model that is divided between ranks (torch's FSDP2): every rank holds a part of every weight.
 
-    each layer    one group: whole from just before its forward or backward pass until just after it
+    every layer    one group: whole from just before its forward or backward pass until just after it
     the rest      embeddings, norms, head: one group, whole from the begin of a forward pass to the end of a backward
 
 Weights, gradients and optimizer states are parts along the first dimension. The arithmetic is that of a whole model:
@@ -49,8 +49,8 @@ def _layers(model: Any) -> list[Any]:
     """Return the modules that transformers itself never splits between devices, the outer ones first."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     names = set(getattr(base, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in names and module is not base]
-    return [module for module in found if any(True for _ in module.parameters())]
+    layers = [module for module in model.modules() if type(module).__name__ in names and module is not base]
+    return [module for module in layers if any(True for _ in module.parameters())]
 
 
 def _check(model: Any, layers: list[Any]) -> None:
@@ -60,18 +60,18 @@ def _check(model: Any, layers: list[Any]) -> None:
     numbers = [name for name, weight in model.named_parameters() if weight.dim() == 0]
     if numbers:
         raise ModelError(f"parallel: fsdp cannot divide {numbers[0]}, which is a single number", hint=_WHOLE)
-    places: dict[int, set[str]] = {}
+    owners: dict[int, set[str]] = {}
     within = {id(module): str(number) for number, layer in enumerate(layers) for module in layer.modules()}
     for module in model.modules():
         for weight in module._parameters.values():
             if weight is not None:
-                places.setdefault(id(weight), set()).add(within.get(id(module), ""))
-    if any(len(place) > 1 for place in places.values()):
+                owners.setdefault(id(weight), set()).add(within.get(id(module), ""))
+    if any(len(names) > 1 for names in owners.values()):
         raise ModelError("parallel: fsdp cannot divide a model whose layers share weights", hint=_WHOLE)
     dtypes = Counter(str(weight.dtype) for weight in model.parameters() if weight.requires_grad)
     if len(dtypes) > 1:
-        found = ", ".join(f"{number} weights in {dtype}" for dtype, number in dtypes.items())
-        raise ModelError(f"parallel: fsdp needs one dtype for all trained weights, but there are {found}", hint=_WHOLE)
+        counts = ", ".join(f"{number} weights in {dtype}" for dtype, number in dtypes.items())
+        raise ModelError(f"parallel: fsdp needs one dtype for all trained weights, but there are {counts}", hint=_WHOLE)
     for weight in model.parameters():
         if not weight.is_contiguous():
             weight.data = weight.data.contiguous()
@@ -104,7 +104,7 @@ def _is_group(module: Any) -> bool:
     return any(item.__name__ == "FSDPModule" for item in type(module).__mro__)
 
 
-def settle(model: Any) -> None:
+def reshard(model: Any) -> None:
     """Give back what a forward pass without a backward pass has left whole: every weight is a part again."""
     for module in model.modules():
         if _is_group(module):
@@ -133,7 +133,7 @@ def whole(model: Any, *, is_zero: bool) -> Iterator[bool]:
     if not is_divided(model):
         yield True
         return
-    settle(model)
+    reshard(model)
     is_adapter = hasattr(model, "peft_config")
     ends = [item for item in (model.get_input_embeddings(), model.get_output_embeddings()) if item is not None]
     embeddings = {module for end in ends for module in end.modules()}
@@ -161,10 +161,10 @@ def whole(model: Any, *, is_zero: bool) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def cast_in_use(model: Any, dtypes: Mapping[int, Callable[[Any], Any]]) -> Iterator[None]:
-    """Have each group of weights be cast once it is whole, without gradients; `dtypes`: by the id of the part."""
+    """Have every group of weights be cast once it is whole, without gradients; `dtypes`: by the id of the part."""
     import torch
 
-    settle(model)
+    reshard(model)
     casts = {
         (id(module), name): dtypes[id(part)]
         for module in model.modules()
@@ -194,4 +194,4 @@ def cast_in_use(model: Any, dtypes: Mapping[int, Callable[[Any], Any]]) -> Itera
     finally:
         for handle in handles:
             handle.remove()
-        settle(model)
+        reshard(model)

@@ -1,4 +1,4 @@
-"""The dtype of each tensor in an output: one rule for merges, for `save_merged`, and for full fine-tuning.
+"""The dtype of every tensor in an output: one rule for merges, for `save_merged`, and for full fine-tuning.
 
 A job asks for one dtype. Every weight is stored in it, but for those that need a wider one:
 
@@ -30,7 +30,7 @@ MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Rule:
-    """The dtype of each parameter and buffer of one model in an output, by its name in the model."""
+    """The dtype of every parameter and buffer of one model in an output, by its name in the model."""
 
     wanted: str  #: the dtype that was asked for
     family: frozenset[str]  #: kept in float32 by the model's class
@@ -38,8 +38,8 @@ class Rule:
 
     def of(self, name: str) -> str:
         """Return the dtype in which a parameter or buffer is stored."""
-        found = [self.wanted, self.base.get(name, self.wanted), "float32" if name in self.family else self.wanted]
-        return max(found, key=BITS.__getitem__)
+        candidates = [self.wanted, self.base.get(name, self.wanted), "float32" if name in self.family else self.wanted]
+        return max(candidates, key=BITS.__getitem__)
 
     def of_stored(self, tensor: Tensor, names: Names, *, is_quantized: bool = False) -> str:
         """Return the dtype in which a tensor of the base's files is stored again."""
@@ -80,7 +80,7 @@ def _empty(model: Any, dtype: str) -> Any:
         return type(model)._from_config(config, dtype=getattr(torch, dtype))
 
 
-def told(dtypes: Mapping[str, str], wanted: str) -> str:
+def summary(dtypes: Mapping[str, str], wanted: str) -> str:
     """Say in which dtypes tensors are stored, given those of floating point by name."""
     others = {name: dtype for name, dtype in dtypes.items() if dtype != wanted}
     if not others:
@@ -110,13 +110,13 @@ def _of_family(empty: Any, wanted: str) -> frozenset[str]:
 
 def _of_base(empty: Any, names: Names, stored: Mapping[str, str], bulk: str | None) -> dict[str, str]:
     weights = {name for name, _ in empty.named_parameters(remove_duplicate=False)}
-    found: dict[str, str] = {}
-    for place, dtype in stored.items():
-        name = names.parameter(place)
+    dtypes: dict[str, str] = {}
+    for stored_name, dtype in stored.items():
+        name = names.parameter(stored_name)
         if name is None or (name in weights and (bulk is None or BITS[dtype] <= BITS[bulk])):
             continue
-        found[name] = max(dtype, found.get(name, dtype), key=BITS.__getitem__)
-    return found
+        dtypes[name] = max(dtype, dtypes.get(name, dtype), key=BITS.__getitem__)
+    return dtypes
 
 
 def _bulk(tensors: Iterable[Tensor]) -> str | None:

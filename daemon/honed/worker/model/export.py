@@ -49,15 +49,15 @@ def export(
     Returns the artifacts, name to path, and the error of an export that failed, if any: the output is kept then.
     `progress` is called with (done, of) during an export. `prove` raises ModelError if the output in a directory is
     not what was trained; `compare` does so for an export in a directory, and returns a remark. `note` is
-    called with each change to the base's files, and each remark; they are also in the model card. `stop_ids` are the
+    called with every change to the base's files, and every remark; they are also in the model card. `stop_ids` are the
     tokens that end a trained turn.
 
     Before the rename there is nothing at `output_dir`; after it, everything. An earlier attempt's output is replaced.
     The output of a regressed run goes beside `output_dir`, so that nobody who waits for an output takes it for one.
     """
-    target = _beside_as_regressed(assignment) if is_regressed else assignment.output_dir
+    target = _regressed_path(assignment) if is_regressed else assignment.output_dir
     artifacts = {"output_dir": str(target)}
-    with beside(target) as made:
+    with temporary(target) as made:
         with generation.savable(model), adapter.without_card(model):
             model.save_pretrained(made)
         changes = [*facts.get("changes", ()), *_complete(assignment, model, made)]
@@ -109,12 +109,12 @@ def _complete_adapter(assignment: Assignment, made: Path) -> list[str]:
     return serving.remarks(raw, (tensor.name for tensor in tensors))
 
 
-def _beside_as_regressed(assignment: Assignment) -> Path:
+def _regressed_path(assignment: Assignment) -> Path:
     """Return the place of a regressed output, with the job's number in its name where another job's lies there."""
-    place = assignment.output_dir.with_name(f"{assignment.output_dir.name}.regressed")
-    if not place.exists() or _owner(place) == assignment.plan.job.owner:
-        return place
-    return place.with_name(f"{assignment.output_dir.name}.{assignment.job_id}.regressed")
+    path = assignment.output_dir.with_name(f"{assignment.output_dir.name}.regressed")
+    if not path.exists() or _owner(path) == assignment.plan.job.owner:
+        return path
+    return path.with_name(f"{assignment.output_dir.name}.{assignment.job_id}.regressed")
 
 
 def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | None]]:
@@ -123,19 +123,19 @@ def remove_regressed(assignment: Assignment) -> Iterator[tuple[Path, OSError | N
     Another job's output stays, and so does one that does not name its job.
     """
     name, number = assignment.output_dir.name, assignment.job_id
-    for found in (f"{name}.regressed", f"{name}.{number}.regressed"):
-        place = assignment.output_dir.with_name(found)
-        gone = place.with_name(f".{found}.old")
+    for entry in (f"{name}.regressed", f"{name}.{number}.regressed"):
+        path = assignment.output_dir.with_name(entry)
+        gone = path.with_name(f".{entry}.old")
         tree.remove(gone)  # left by a killed process
-        if _owner(place) != assignment.plan.job.owner:
+        if _owner(path) != assignment.plan.job.owner:
             continue
         try:
-            place.rename(gone)
+            path.rename(gone)
             tree.clear(gone)
         except OSError as error:
-            yield place, error
+            yield path, error
         else:
-            yield place, None
+            yield path, None
 
 
 def _copy_processor(base: Path, made: Path) -> None:
@@ -146,7 +146,7 @@ def _copy_processor(base: Path, made: Path) -> None:
 
 
 @contextlib.contextmanager
-def beside(target: Path) -> Iterator[Path]:
+def temporary(target: Path) -> Iterator[Path]:
     """Make an empty directory beside a target, to complete an output in before the rename."""
     durable.make_dir(target.parent)
     made = target.with_name(f".{target.name}.tmp")
@@ -155,7 +155,7 @@ def beside(target: Path) -> Iterator[Path]:
     try:
         yield made
     except EnvironmentInvalidError:
-        raise  # the error of `place` says that the output lies there
+        raise  # the error of `put` says that the output lies there
     except BaseException:
         tree.remove(made)
         raise
@@ -169,7 +169,7 @@ def finish(assignment: Assignment, made: Path, facts: Facts, *, target: Path | N
     _open_up(made)
     sync(made)
     fence.require_current()
-    place(made, target or assignment.output_dir, owner=assignment.plan.job.owner)
+    put(made, target or assignment.output_dir, owner=assignment.plan.job.owner)
 
 
 def _open_up(made: Path) -> None:
@@ -185,28 +185,28 @@ def _open_up(made: Path) -> None:
             path.chmod(0o666 & ~umask)
 
 
-def place(beside: Path, target: Path, *, owner: tuple[int, str]) -> None:
-    """Rename `beside` to `target`, over an empty directory or the output of an earlier attempt of the same job.
+def put(temporary_dir: Path, target: Path, *, owner: tuple[int, str]) -> None:
+    """Rename `temporary_dir` to `target`, over an empty directory or the output of an earlier attempt of the same job.
 
     At every moment one of the two is there, whole, if the file system can exchange names (ext4, xfs, btrfs can).
     """
     old = target.with_name(f".{target.name}.old")
     tree.remove(old)
     if _owner(target) == owner:
-        if rename.exchange(beside, target):
+        if rename.exchange(temporary_dir, target):
             durable.sync_dir(target.parent)
-            tree.remove(beside)
+            tree.remove(temporary_dir)
             return
         target.rename(old)
     try:
-        beside.rename(target)
+        temporary_dir.rename(target)
     except OSError as error:
         if old.exists():
             old.rename(target)  # what an earlier attempt had made is better than nothing
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise EnvironmentInvalidError(
-            f"{target} is not empty and does not belong to this job; the output is in {beside}",
+            f"{target} is not empty and does not belong to this job; the output is in {temporary_dir}",
             hint="move one of them away",
         ) from error
     durable.sync_dir(target.parent)

@@ -1,6 +1,6 @@
 """The base model's generation settings (generation_config.json): not used in predictions, kept for the output.
 
-transformers fills in each setting that a call of `generate` leaves open from the model's own. A base that ships a
+transformers fills in every setting that a call of `generate` leaves open from the model's own. A base that ships a
 `repetition_penalty` would use it in "greedy" answers, too. `neutral` resets all settings that shape the choice of
 tokens. Settings that transformers does not know stay: a model's class may need them.
 """
@@ -107,18 +107,18 @@ NEUTRAL = frozenset(
 
 @contextmanager
 def neutral(model: Any) -> Iterator[None]:
-    """Reset the settings that shape the choice of tokens, in the model and in each part that generates by itself."""
+    """Reset the settings that shape the choice of tokens, in the model and in every part that generates by itself."""
     from transformers import GenerationConfig
 
     known = {name: value for name, value in vars(GenerationConfig()).items() if name not in KEPT}
     # Changed in place: peft hands one and the same object on to the model that it wraps.
-    found = [(config, dict(vars(config))) for config in _configs(model)]
+    saved = [(config, dict(vars(config))) for config in _configs(model)]
     try:
-        for config, settings in found:
+        for config, settings in saved:
             vars(config).update({name: value for name, value in known.items() if name in settings})
         yield
     finally:
-        for config, settings in found:
+        for config, settings in saved:
             vars(config).update(settings)
 
 
@@ -138,8 +138,8 @@ def savable(model: Any) -> AbstractContextManager[None]:
 
 def end_ids(model: Any) -> list[int]:
     """Return the tokens at which answers end, by the base's settings: Llama-3.1's `<|eom_id|>` ends a call."""
-    found = (getattr(config, "eos_token_id", None) for config in _configs(model))
-    ids: Any = next((item for item in found if item is not None), [])
+    values = (getattr(config, "eos_token_id", None) for config in _configs(model))
+    ids: Any = next((item for item in values if item is not None), [])
     return [int(item) for item in ([ids] if isinstance(ids, int) else ids)]
 
 
@@ -149,10 +149,10 @@ def stop_strings(model: Any) -> Any:
 
 
 def _configs(model: Any) -> list[Any]:
-    """Return each generation config once, the outermost model's first."""
-    found = {id(config): config for module in model.modules() if (config := module.__dict__.get("generation_config"))}
-    if not found:
+    """Return every generation config once, the outermost model's first."""
+    configs = {id(config): config for module in model.modules() if (config := module.__dict__.get("generation_config"))}
+    if not configs:
         return []
     from transformers import GenerationConfig
 
-    return [config for config in found.values() if isinstance(config, GenerationConfig)]
+    return [config for config in configs.values() if isinstance(config, GenerationConfig)]

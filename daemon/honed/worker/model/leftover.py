@@ -50,7 +50,7 @@ def files(directory: Path) -> list[Path]:
 
 def stored(directory: Path) -> dict[str, Stored]:
     """Return the tensors of a checkpoint by name, from the headers of its files; empty for pickled weights."""
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for path in files(directory):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -59,8 +59,8 @@ def stored(directory: Path) -> dict[str, Stored]:
         for name, entry in header.items():
             if name != "__metadata__":
                 begin, end = entry["data_offsets"]
-                found[name] = Stored(path, entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
-    return found
+                tensors[name] = Stored(path, entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
+    return tensors
 
 
 def complete(base_dir: Path, made: Path, model: Any) -> list[str]:
@@ -131,7 +131,7 @@ def chunks(tensor: Stored) -> Iterator[bytes]:
 
 
 def is_same(one: Stored, other: Stored) -> bool:
-    """Tell whether two tensors are the same, bit for bit."""
+    """Return whether two tensors are the same, bit for bit."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     return all(a == b for a, b in zip(chunks(one), chunks(other), strict=True))

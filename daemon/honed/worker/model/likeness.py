@@ -1,11 +1,11 @@
 """A merged model computes what base plus adapter computes: their logits are compared on a few rows.
 
-Each merged tensor was compared as it was written (oracle.py), but no model has computed with them. This opens the files
+Merged tensors were compared as they were written (oracle.py), but no model has computed with them. This opens the files
 as other programs do, with their config and ties. Both models must fit the memory that was planned.
 
 How far rounding alone moves logits depends on the family, its depth and its routers: over 11 models the largest
 difference was 0.5 to 26 units in the last place of the largest logit. So it is measured: the merged model is computed
-once more with each weight moved up or down by one unit in the last place, of the coarser of the two dtypes. In 120
+once more with every weight moved up or down by one unit in the last place, of the coarser of the two dtypes. In 120
 families the logits of the merged model were 0.25 to 0.53 times as far from those of base and adapter in half precision,
 and 0.45 to 0.94 in float32; 0.98 was the most in 198 merges of deeper and wilder models.
 """
@@ -55,7 +55,7 @@ class Likeness:
     """How far a merged model's logits are from what is expected, relative to their size."""
 
     distance: float
-    rounding: float  #: as far as by moving each weight by one unit in the last place
+    rounding: float  #: as far as by moving every weight by one unit in the last place
     num_rows: int
 
     @property
@@ -87,14 +87,14 @@ def compare(
         _check_kind(job)
         rows = rows or _random_rows(load_config(job))
         try:
-            found = _compare_whole(made, job, rows, live)
+            likeness = _compare_whole(made, job, rows, live)
         except _NotWholeError as reason:
-            found, way = _compare_by_layers(made, job, rows, str(reason), beat), ", layer by layer"
+            likeness, way = _compare_by_layers(made, job, rows, str(reason), beat), ", layer by layer"
     except _NotComparedError as reason:
         return f"not compared with base and adapter: {reason}"
-    if not found.is_alike:
-        raise ModelError(f"the merged model is not base plus adapter: its logits differ {found}", hint=_HINT)
-    return f"compared with base and adapter{way}: the logits differ {found}"
+    if not likeness.is_alike:
+        raise ModelError(f"the merged model is not base plus adapter: its logits differ {likeness}", hint=_HINT)
+    return f"compared with base and adapter{way}: the logits differ {likeness}"
 
 
 def _compare_whole(made: Path, job: Assignment, rows: Sequence[Row], live: Any) -> Likeness:
@@ -122,8 +122,8 @@ def rows_of(trainer: Any, data: Data) -> list[Row]:
         batch.pop("labels")
         return [batch]
     return [
-        _row(torch.tensor([dataset[place]["input_ids"][:COMPARED_TOKENS]]))
-        for place in range(len(dataset))[:COMPARED_ROWS]
+        _row(torch.tensor([dataset[index]["input_ids"][:COMPARED_TOKENS]]))
+        for index in range(len(dataset))[:COMPARED_ROWS]
     ]
 
 
@@ -179,16 +179,16 @@ def _side_by_side(made: Path, job: Assignment, device: Any) -> Any:
     """Load base and adapter, unquantized. Raises _NotComparedError."""
     import peft
 
-    place = _adapter_dir(made, job)
+    adapter_dir = _adapter_dir(made, job)
     dtype = _output_dtype(job)
-    if str(peft.PeftConfig.from_pretrained(place).init_lora_weights).lower() in beginning.REPEATED:
-        trained = beginning.of_adapter(place) if kind.of(job.spec).merges else job.precision
+    if str(peft.PeftConfig.from_pretrained(adapter_dir).init_lora_weights).lower() in beginning.REPEATED:
+        trained = beginning.of_adapter(adapter_dir) if kind.of(job.spec).merges else job.precision
         if trained is not None and trained.quantization != "none":
             raise _NotComparedError("the adapter's first weights were taken out of a quantized base")
         dtype = trained.load_dtype if trained is not None else beginning.Loaded().dtype
     with _excused():
-        model = peft.PeftModel.from_pretrained(_loaded(job.base_model_path, job, dtype, device), place)
-        adapter.load(model, place)
+        model = peft.PeftModel.from_pretrained(_loaded(job.base_model_path, job, dtype, device), adapter_dir)
+        adapter.load(model, adapter_dir)
     return model.eval()
 
 
@@ -233,10 +233,10 @@ def _expected(model: Any, rows: Sequence[Row]) -> tuple[list[Any], Any]:
     import torch
 
     with _excused():
-        found = _logits(model, rows)
-    if not all(bool(torch.isfinite(item).all()) for item in found):
+        logits = _logits(model, rows)
+    if not all(bool(torch.isfinite(item).all()) for item in logits):
         raise _NotComparedError("its logits are no numbers")
-    return found, model.dtype
+    return logits, model.dtype
 
 
 def _likeness(merged: Any, rows: Sequence[Row], expected: list[Any], dtype: Any) -> Likeness:
@@ -244,25 +244,25 @@ def _likeness(merged: Any, rows: Sequence[Row], expected: list[Any], dtype: Any)
     import torch
 
     with _blamed():
-        found = _logits(merged, rows)
+        logits = _logits(merged, rows)
         _jog(merged, max(torch.finfo(item).eps for item in (dtype, merged.dtype)))
         jogged = _logits(merged, rows)
-    return _apart(found, expected, jogged)
+    return _apart(logits, expected, jogged)
 
 
-def _apart(found: list[Any], expected: list[Any], jogged: list[Any]) -> Likeness:
+def _apart(actual: list[Any], expected: list[Any], jogged: list[Any]) -> Likeness:
     import torch
 
     size = _typical(torch.cat(expected))
     distance, rounding = (
-        _typical(torch.cat([one - other for one, other in zip(found, item, strict=True)])) / size
+        _typical(torch.cat([one - other for one, other in zip(actual, item, strict=True)])) / size
         for item in (expected, jogged)
     )
-    return Likeness(distance, rounding, len(found))
+    return Likeness(distance, rounding, len(actual))
 
 
 def _logits(model: Any, rows: Sequence[Row]) -> list[Any]:
-    """Return each row's logits, by its positions; those that a model masks are limited."""
+    """Return every row's logits, by its positions; those that a model masks are limited."""
     import torch
 
     with torch.no_grad():
@@ -276,7 +276,7 @@ def _typical(logits: Any) -> float:
 
 
 def _jog(model: Any, step: float) -> None:
-    """Move each weight up or down by a step, relative to its size, at random."""
+    """Move every weight up or down by a step, relative to its size, at random."""
     import torch
 
     source = torch.Generator(model.device).manual_seed(0)
@@ -299,18 +299,18 @@ def _compare_by_layers(
     """
     import torch
 
-    place, config = _adapter_dir(made, job), load_config(job)
+    adapter_dir, config = _adapter_dir(made, job), load_config(job)
     with _excused():
         with _streamed(job.base_model_path, config, job, beat) as base:
             _check_layers(base, config, rows, reason)
-            expected = _streamed_logits(base, _adapted(base.model, place), rows)
+            expected = _streamed_logits(base, _adapted(base.model, adapter_dir), rows)
         with _streamed(made, _written_config(made, job), job, beat) as merged:
-            found = _streamed_logits(merged, merged.model, rows)
+            actual = _streamed_logits(merged, merged.model, rows)
             merged.step = float(torch.finfo(getattr(torch, _output_dtype(job))).eps)
             jogged = _streamed_logits(merged, merged.model, rows)
-    if not all(bool(torch.isfinite(item).all()) for item in (*expected, *found)):
+    if not all(bool(torch.isfinite(item).all()) for item in (*expected, *actual)):
         raise _NotComparedError("its logits are no numbers")
-    return _apart(found, expected, jogged)
+    return _apart(actual, expected, jogged)
 
 
 def _streamed(
@@ -327,21 +327,21 @@ def _streamed(
     )
 
 
-def _adapted(model: Any, place: Path) -> Any:
+def _adapted(model: Any, adapter_dir: Path) -> Any:
     """Wrap a streamed model in the adapter, as a load does: low-rank matrices are in float32, copies of modules in the
     model's dtype. Raises _NotComparedError where the training began with another base.
     """
     import peft
 
-    config = peft.PeftConfig.from_pretrained(place)
+    config = peft.PeftConfig.from_pretrained(adapter_dir)
     if (init := str(config.init_lora_weights).lower()) in beginning.REPEATED:
         raise _NotComparedError(f"init_lora_weights: {init} changed the base, and it is too large to repeat that")
     config.init_lora_weights, config.inference_mode = False, True
     state = {
         name: item.to(model.dtype) if item.is_floating_point() and ".lora_" not in name else item
-        for name, item in adapter.read(place).items()
+        for name, item in adapter.read(adapter_dir).items()
     }
-    return adapter.wrap(model, config, state, place).eval()
+    return adapter.wrap(model, config, state, adapter_dir).eval()
 
 
 def _streamed_logits(base: streamed.Streamed, model: Any, rows: Sequence[Row]) -> list[Any]:

@@ -32,7 +32,7 @@ class Backend(Protocol):
     name: str
 
     @property
-    def told(self) -> Sequence[str]:
+    def messages(self) -> Sequence[str]:
         """Messages about the load for the job's owner."""
 
     def import_libraries(self) -> None:
@@ -55,7 +55,7 @@ class Backend(Protocol):
 class Loaded:
     model: Any
     tokenizer: Any
-    told: tuple[str, ...] = ()  #: messages for the job's owner
+    messages: tuple[str, ...] = ()  #: messages for the job's owner
     rule: dtypes.Rule | None = None  #: the dtypes in which full fine-tuning's weights are saved
     basis: basis.Basis | None = None  #: of an adapter
 
@@ -99,11 +99,11 @@ def load(backend: Backend, assignment: Assignment, auditor: Auditor, tokenizer: 
     except Exception as error:
         if cause.is_out_of_memory(error):
             raise
-        found = cause.explain(error, str(assignment.job_id))
-        kind = ModelError if isinstance(found, InternalError) else type(found)
-        raise kind(f"{assignment.base_model_path}: {found.said}", hint=found.hint) from error
-    told = (*backend.told, *placing.counted(model, assignment))
-    return Loaded(model, tokenizer, told, rule, stands_on)
+        explained = cause.explain(error, str(assignment.job_id))
+        kind = ModelError if isinstance(explained, InternalError) else type(explained)
+        raise kind(f"{assignment.base_model_path}: {explained.said}", hint=explained.hint) from error
+    messages = (*backend.messages, *placing.counted(model, assignment))
+    return Loaded(model, tokenizer, messages, rule, stands_on)
 
 
 def freeze(model: Any, assignment: Assignment) -> None:

@@ -115,8 +115,8 @@ def merge(
     _check_digests(target, digests, lambda: progress(len(tensors), len(tensors)))
     written.check(target, own, [name for name in base.tensors if mixture.is_copied(name)])
     floats = {tensor.name: tensor.dtype for tensor in tensors if tensor.dtype in FLOAT_DTYPES}
-    told = dtypes.told(floats, dtype)
-    return Merged(len(tensors), mixture.num_changed, len(shards), told, is_untied, tuple(changes))
+    precisions = dtypes.summary(floats, dtype)
+    return Merged(len(tensors), mixture.num_changed, len(shards), precisions, is_untied, tuple(changes))
 
 
 def _untie(mixture: _Mixture, own: Any) -> None:
@@ -135,7 +135,7 @@ def _untie(mixture: _Mixture, own: Any) -> None:
 
 
 def _fill(model: Any) -> None:
-    """Give a model on meta a placeholder of one number for each parameter.
+    """Give a model on meta a placeholder of one number for every parameter.
 
     peft moves an adapter to its module's device, and would lose it on meta.
     """
@@ -157,13 +157,41 @@ def _is_placeholder(parameter: Any) -> bool:
 
 
 def _is_absent(parameter: Any) -> bool:
-    """Return True for a parameter that the adapter has nothing for."""
     return _is_placeholder(parameter) or parameter.device.type == "meta"
 
 
 def _base_layer(part: Any) -> Any:
-    """Return the module that peft wrapped."""
     return part.original_module if hasattr(part, "token_adapter") else part.get_base_layer()
+
+
+class _Begun:
+    """The base's tensors as the training began with them: some adapters change the base first."""
+
+    def __init__(self, read: Callable[[str], Any], init: str, loaded: beginning.Loaded) -> None:
+        self._read = read
+        self._init = init
+        self._loaded = loaded
+        self._last: tuple[str, Any] = ("", None)
+
+    def tensor(self, part: Any, path: str, leaf: str) -> Any:
+        """Return a tensor of a module in the adapter."""
+        import torch
+
+        layer = _base_layer(part)
+        own = getattr(layer, leaf)
+        if not _is_placeholder(own):
+            return own.data  # peft saves the embeddings beside some adapters
+        if self._last[0] == f"{path}.{leaf}":
+            return self._last[1]
+        read = self._read(f"{path}.{leaf}").reshape(own.shape)
+        if leaf != "weight" or self._init not in beginning.REPEATED or not hasattr(part, "lora_A"):
+            return read
+        setattr(layer, leaf, torch.nn.Parameter(read.to(torch.float32, copy=True), requires_grad=False))
+        with torch.no_grad():
+            beginning.repeat(part, self._init, path, self._loaded)
+        self._last = (f"{path}.{leaf}", getattr(layer, leaf).data)
+        setattr(layer, leaf, own)
+        return self._last[1]
 
 
 class _Mixture:
@@ -179,17 +207,17 @@ class _Mixture:
         shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
         self._first = {
             item: first for first, made in self._places.built(shapes, model).items() for item in made
-        }  #: of each parameter that is built with others
+        }  #: of every parameter that is built with others
         self._rule = dtypes.rule(model, base.tensors.values(), self._places, dtype)
-        self._loaded = beginning.Loaded() if loaded is None else beginning.planned(loaded, model)
+        planned = beginning.Loaded() if loaded is None else beginning.planned(loaded, model)
         _fill(model)
-        self._init, is_rslora = _attach(model, adapter_dir)
+        init, is_rslora = _attach(model, adapter_dir)
+        self._begun = _Begun(self._read, init, planned)
         self._model = model
         self._parts = dict(_parts(model, adapter_dir))
         self._shapes |= {name: tuple(buffer.shape) for name, buffer in _saved_buffers(self._parts)}
         self._oracle = Oracle(model, lambda item: not _is_absent(item), is_rslora=is_rslora)
         self._last: tuple[str, dict[str, Any]] = ("", {})
-        self._start: tuple[str, Any] = ("", None)
         self._check_stored(adapter_dir)
         self.num_changed = 0
         self.names = list(base.tensors)
@@ -271,10 +299,10 @@ class _Mixture:
         first = self._places.first.get(unit[0])
         if first is None:
             parameter = self._places.whole.get(unit[0], "")
-            found = [parameter] if parameter in self._shapes else []
+            parameters = [parameter] if parameter in self._shapes else []
         else:
-            found = [item for item, other in self._first.items() if other == first]
-        return [item for item in found if self._is_changed(item)]
+            parameters = [item for item, other in self._first.items() if other == first]
+        return [item for item in parameters if self._is_changed(item)]
 
     def unchanged(self, name: str) -> Any:
         """Return a tensor of the base by its stored name."""
@@ -286,53 +314,51 @@ class _Mixture:
     def _part(self, parameter: str) -> str | None:
         """Return the name of the module in the adapter that a parameter belongs to; None if there is none."""
         parts = parameter.split(".")
-        return next(
-            (place for end in range(len(parts), 0, -1) if (place := ".".join(parts[:end])) in self._parts), None
-        )
+        return next((path for end in range(len(parts), 0, -1) if (path := ".".join(parts[:end])) in self._parts), None)
 
     def _is_changed(self, parameter: str) -> bool:
-        place = self._part(parameter)
-        if place is None:
+        path = self._part(parameter)
+        if path is None:
             return self._trained(parameter) is not None
-        leaves = {wrapper.parameter_name for wrapper in _wrappers(self._parts[place])}
-        return not leaves or parameter.removeprefix(f"{place}.") in leaves
+        leaves = {wrapper.parameter_name for wrapper in _wrappers(self._parts[path])}
+        return not leaves or parameter.removeprefix(f"{path}.") in leaves
 
     def _trained(self, parameter: str) -> Any:
         """Return the adapter's replacement for a parameter, such as a bias; None where it has none."""
         module, _, leaf = parameter.rpartition(".")
         with contextlib.suppress(AttributeError):
-            found = getattr(self._model.get_submodule(module), leaf)
-            return None if _is_absent(found) else found
+            weight = getattr(self._model.get_submodule(module), leaf)
+            return None if _is_absent(weight) else weight
         return None
 
     def _changed(self, parameter: str) -> Any:
-        place = self._part(parameter)
-        if place is None:
+        path = self._part(parameter)
+        if path is None:
             return self._trained(parameter).data
-        if self._last[0] != place:
-            self._last = (place, self._merge_module(place))
-        return self._last[1][parameter.removeprefix(f"{place}.")]
+        if self._last[0] != path:
+            self._last = (path, self._merge_module(path))
+        return self._last[1][parameter.removeprefix(f"{path}.")]
 
     def _expected(self, parameter: str) -> Iterator[tuple[Any, Any]]:
         """Return what is expected in a changed parameter, by the other computation, in blocks."""
         from peft.utils.other import ModulesToSaveWrapper
 
-        place = self._part(parameter)
-        if place is None:
+        path = self._part(parameter)
+        if path is None:
             return self._oracle.trained(self._trained(parameter))
-        part, leaf = self._parts[place], parameter.removeprefix(f"{place}.")
+        part, leaf = self._parts[path], parameter.removeprefix(f"{path}.")
         if isinstance(part, ModulesToSaveWrapper):
             return self._oracle.trained(_saved(part)[leaf])
         for wrapper in _wrappers(part):
             part = wrapper if wrapper.parameter_name == leaf else part
-        return self._oracle.wrapped(part, leaf, lambda: self._begun(place, leaf))
+        return self._oracle.wrapped(part, leaf, lambda: self._begun.tensor(self._parts[path], path, leaf))
 
-    def _merge_module(self, place: str) -> dict[str, Any]:
+    def _merge_module(self, path: str) -> dict[str, Any]:
         """Return a module's merged tensors by their names in it."""
         import torch
         from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
-        part = self._parts[place]
+        part = self._parts[path]
         if isinstance(part, ModulesToSaveWrapper):
             return {name: item.data for name, item in _saved(part).items()}
         layer = _base_layer(part)
@@ -340,8 +366,9 @@ class _Mixture:
         leaves = {wrapper.parameter_name for wrapper in wrappers}
         own = {leaf: item for leaf, item in layer.named_parameters(recurse=False) if not wrappers or leaf in leaves}
         for leaf in own:
-            begun = self._begun(place, leaf).to(torch.float32, copy=True)  # mapped memory must not be written to
-            setattr(layer, leaf, torch.nn.Parameter(begun, requires_grad=False))
+            begun = self._begun.tensor(part, path, leaf)
+            copied = begun.to(torch.float32, copy=True)  # mapped memory must not be written to
+            setattr(layer, leaf, torch.nn.Parameter(copied, requires_grad=False))
         with torch.no_grad():
             for wrapper in wrappers or [part.token_adapter if isinstance(part, TrainableTokensWrapper) else part]:
                 wrapper.merge()
@@ -351,41 +378,20 @@ class _Mixture:
             setattr(layer, leaf, parameter)
         return values
 
-    def _begun(self, place: str, leaf: str) -> Any:
-        """Return a tensor of a module in the adapter as the training began with it."""
-        import torch
-
-        part = self._parts[place]
-        layer = _base_layer(part)
-        own = getattr(layer, leaf)
-        if not _is_placeholder(own):
-            return own.data  # peft saves the embeddings beside some adapters
-        if self._start[0] == f"{place}.{leaf}":
-            return self._start[1]
-        read = self._read(f"{place}.{leaf}").reshape(own.shape)
-        if leaf != "weight" or self._init not in beginning.REPEATED or not hasattr(part, "lora_A"):
-            return read
-        setattr(layer, leaf, torch.nn.Parameter(read.to(torch.float32, copy=True), requires_grad=False))
-        with torch.no_grad():
-            beginning.repeat(part, self._init, place, self._loaded)
-        self._start = (f"{place}.{leaf}", getattr(layer, leaf).data)
-        setattr(layer, leaf, own)
-        return self._start[1]
-
     def _split(self, unit: list[str]) -> dict[str, Any]:
         """Split merged parameters that are stored as several tensors, such as experts, into these by stored name."""
         from transformers.core_model_loading import revert_weight_conversion
 
         first = self._places.first[unit[0]]
         group = [item for item, other in self._first.items() if other == first]
-        found = revert_weight_conversion(self._model, {item: self._current(item) for item in group})
-        if found.keys() != set(unit):
+        tensors = revert_weight_conversion(self._model, {item: self._current(item) for item in group})
+        if tensors.keys() != set(unit):
             raise ModelError(
-                f"{self._base.path}: {first} would be stored as {quote.first(sorted(found), 3)}, not as it is in the "
+                f"{self._base.path}: {first} would be stored as {quote.first(sorted(tensors), 3)}, not as it is in the "
                 f"base: {quote.first(unit, 3)}",
                 hint="remove such modules from target_modules, or use base model and adapter separately",
             )
-        return dict(found)
+        return dict(tensors)
 
     def _read(self, parameter: str) -> Any:
         stored = self._stored.get(self._stored_as(parameter))
@@ -444,11 +450,11 @@ def _wrappers(part: Any) -> list[Any]:
     """Return peft's wrappers of parameters that are no module's weight, such as stacked experts; they are nested."""
     from peft.tuners.lora.layer import ParamWrapper
 
-    found = []
+    wrappers = []
     while isinstance(part, ParamWrapper):
-        found.append(part)
+        wrappers.append(part)
         part = part.base_layer
-    return found
+    return wrappers
 
 
 def _saved(part: Any) -> dict[str, Any]:
@@ -465,10 +471,10 @@ def _saved_buffers(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
     from honed.worker.model import published
 
-    for place, part in parts.items():
+    for path, part in parts.items():
         if isinstance(part, ModulesToSaveWrapper):
             yield from (
-                (f"{place}.{name}", buffer) for name, buffer in published.buffers(part.modules_to_save["default"])
+                (f"{path}.{name}", buffer) for name, buffer in published.buffers(part.modules_to_save["default"])
             )
 
 
@@ -552,7 +558,7 @@ def _write(
 
 
 def _cast(units: list[list[str]], planned: Mapping[str, Tensor], mixture: _Mixture) -> Iterator[tuple[str, Any]]:
-    """Yield each stored name and its tensor, as it is on disk; what is done with it is done before the comparison."""
+    """Yield every stored name and its tensor, as it is on disk; what is done with it is done before the comparison."""
     for unit in units:
         values = mixture.changed(unit)
         for name in unit:
@@ -612,10 +618,10 @@ def _copy_files(
 def _check(target: Path, planned: list[Tensor]) -> None:
     """Read the written files' headers. Raises PrecisionError, naming the tensors that are not as planned."""
     try:
-        found = {tensor.name: tensor for tensor in basemodel.inspect(target).tensors}
+        tensors_written = {tensor.name: tensor for tensor in basemodel.inspect(target).tensors}
     except HonedError as error:
         raise PrecisionError(f"the merged checkpoint is incomplete: {error.said}", hint=error.hint) from error
-    wrong = [item.name for item in planned if found.get(item.name) != item]
+    wrong = [item.name for item in planned if tensors_written.get(item.name) != item]
     if wrong:
         raise PrecisionError(
             f"the merged checkpoint differs from the plan: {quote.first(wrong, 5, separator='; ')}",

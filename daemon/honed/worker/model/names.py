@@ -32,7 +32,7 @@ class Names:
     """
 
     whole: dict[str, str]  #: stored name → the parameter that is loaded from it alone
-    groups: dict[str, Group]  #: the first parameter of each group
+    groups: dict[str, Group]  #: the first parameter of every group
     first: dict[str, str]  #: stored name → the first parameter of its group
 
     def parameter(self, stored: str) -> str | None:
@@ -40,7 +40,7 @@ class Names:
         return self.first.get(stored) or self.whole.get(stored)
 
     def built(self, shapes: Mapping[str, Any], model: Any) -> dict[str, dict[str, Any]]:
-        """Return the shapes of all parameters of each group, by its first one, given those of the stored tensors."""
+        """Return the shapes of all parameters of every group, by its first one, given those of the stored tensors."""
         import torch
 
         def empty(name: str) -> Any:
@@ -53,7 +53,7 @@ class Names:
 
 
 def read(model: Any, stored: Iterable[str]) -> Names:
-    """Find the place of each stored name in a model, which may be on meta, and not wrapped by peft."""
+    """Find the place of every stored name in a model, which may be on meta, and not wrapped by peft."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 

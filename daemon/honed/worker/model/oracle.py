@@ -1,12 +1,12 @@
 """A second computation of what a merge writes: base plus delta, by the papers' formulas, without peft's merge.
 
     LoRA              W + s·B·A, with s = alpha / r, or alpha / sqrt(r) for rsLoRA; biases b + s·b_B
-    DoRA              m · V / |V|, with V = W + s·B·A, and the norm of each output's row
-    stacked experts   the same for each expert's matrix
+    DoRA              m · V / |V|, with V = W + s·B·A, and the norm of every output's row
+    stacked experts   the same for every expert's matrix
     trained tokens    their rows in place of the base's
     saved modules     the adapter's own tensors
 
-Each number that is written is compared with it, rounded to the same dtype; at the end each tensor of the adapter must
+Every number that is written is compared with it, rounded to the same dtype; at the end every tensor of the adapter must
 have been used.
 """
 
@@ -40,8 +40,8 @@ class Oracle:
 
     def check(self, name: str, written: Any, blocks: Blocks) -> None:
         """Raise ModelError if a tensor in its output's dtype is not the expected one."""
-        for place, expected in blocks:
-            if (fault := _difference(written[place], expected)) is not None:
+        for block, expected in blocks:
+            if (fault := _difference(written[block], expected)) is not None:
                 raise ModelError(f"{name}: the merged tensor is not base plus adapter: {fault}", hint=BUG)
 
     def check_all_used(self) -> None:
@@ -74,8 +74,8 @@ class Oracle:
 
     def _take_loaded(self, part: Any, leaf: str) -> None:
         """Note that the base's own tensor, which peft saves beside some adapters, is used as the start."""
-        if hasattr(part, "get_base_layer") and (found := getattr(part.get_base_layer(), leaf, None)) is not None:
-            self._left.pop(id(found), None)
+        if hasattr(part, "get_base_layer") and (loaded := getattr(part.get_base_layer(), leaf, None)) is not None:
+            self._left.pop(id(loaded), None)
 
     def _take(self, parameter: Any) -> Any:
         self._left.pop(id(parameter), None)
@@ -147,8 +147,8 @@ def _difference(written: Any, expected: Any) -> str | None:
     other = written != expected.to(written.dtype)
     if not other.any():
         return None
-    number, found, wanted = int(other.sum()), written[other].float(), expected[other]
-    apart = (found - wanted).abs()
+    number, actual, wanted = int(other.sum()), written[other].float(), expected[other]
+    apart = (actual - wanted).abs()
     allowed = torch.full_like(apart, MAX_ROUNDING * float(torch.linalg.vector_norm(expected, ord=float("inf"))))
     is_few = True
     if written.dtype in (torch.float16, torch.bfloat16):

@@ -23,8 +23,8 @@ from honed.worker.assignment import Assignment
 MAX_NAMED = 3
 
 
-def settled(model: Any, lora: LoraSpec, options: dict[str, Any]) -> dict[str, Any]:
-    """Return peft's options with each adapted parameter named in full, those left out removed.
+def resolved(model: Any, lora: LoraSpec, options: dict[str, Any]) -> dict[str, Any]:
+    """Return peft's options with every adapted parameter named in full, those left out removed.
 
     Raises ModelError where a request cannot be met: some of the experts that are one parameter, or a parameter that
     does not exist.
@@ -73,7 +73,7 @@ def expert_names(model: Any) -> dict[str, str]:
 def _is_kept(
     name: str, lora: LoraSpec, options: dict[str, Any], names: dict[str, str], count: int, *, is_named: bool
 ) -> bool:
-    """Tell whether a parameter that peft would choose is to have an adapter; `is_named`: in target_parameters."""
+    """Return whether a parameter that peft would choose is to have an adapter; `is_named`: in target_parameters."""
     if not placement.is_in_layers(lora, name):
         return False
     out = placement.covered(name, options.get("exclude_modules"), names, count)
@@ -125,12 +125,12 @@ def adapted(model: Any) -> set[str]:
     """Return the names of modules and parameters of the base model that have a low-rank adapter."""
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
-    found = set()
+    names = set()
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             inner = name.replace(".base_layer", "")
-            found.add(f"{inner}.{module.parameter_name}" if isinstance(module, ParamWrapper) else inner)
-    return found
+            names.add(f"{inner}.{module.parameter_name}" if isinstance(module, ParamWrapper) else inner)
+    return names
 
 
 def misplaced(model: Any, lora: LoraSpec) -> str:

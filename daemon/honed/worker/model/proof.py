@@ -1,7 +1,7 @@
 """Proof that an output is what was trained, as other programs will open it, before it is put in place.
 
     config.json          describes the model that was trained, and no other
-    weights              each parameter of the model that config.json describes is stored, in a form that transformers
+    weights              every parameter of the model that config.json describes is stored, in a form that transformers
                          turns back into the parameter in memory, bit for bit; nothing else is stored but tensors of the
                          base that transformers does not read
     adapter              as in memory, and fits the model that the base's config.json describes
@@ -62,8 +62,8 @@ def _told(made: Path) -> Iterator[None]:
 
 
 def _check(what: str, names: Any) -> None:
-    if found := sorted(names):
-        raise ModelError(f"{what}: {quote.first(found, _MAX_NAMED)}")
+    if wrong := sorted(names):
+        raise ModelError(f"{what}: {quote.first(wrong, _MAX_NAMED)}")
 
 
 def _skeleton(directory: Path, *, trust_remote_code: bool, like: Any = None) -> Any:
@@ -96,20 +96,20 @@ def _prove_whole(made: Path, base_dir: Path, model: Any, *, trust_remote_code: b
     other = [name for name, item in described.items() if name not in held or held[name].shape != item.shape]
     _check("config.json describes other weights", {*other, *(held.keys() - described.keys())})
     placed = names.read(skeleton, stored)
-    found, wrong = set(), []
+    seen, wrong = set(), []
     with _opened(made) as read:
         for name, value in _loaded(placed, skeleton, read):
-            found.add(name)
+            seen.add(name)
             if not _is_same(value, held[name]):
                 wrong.append(name)
     _check("has other weights than the model in memory", wrong)
-    _check("lacks weights", written.lacking(skeleton, found))
+    _check("lacks weights", written.lacking(skeleton, seen))
     _check_copied(made, base_dir, [name for name in stored if placed.parameter(name) is None])
     _check_ties(skeleton, held)
 
 
 def _loaded(placed: names.Names, skeleton: Any, read: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each parameter and its value, as transformers makes it of stored tensors."""
+    """Yield every parameter and its value, as transformers makes it of stored tensors."""
     for name, parameter in placed.whole.items():
         yield parameter, read(name)
     for first, group in placed.groups.items():
@@ -145,8 +145,8 @@ def _opened(made: Path) -> Iterator[Callable[[str], Any]]:
 
     with contextlib.ExitStack() as stack:
         files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in leftover.files(made)}
-        places = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118 - not a dict
-        yield lambda name: places[name].get_tensor(name)
+        holders = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118 - not a dict
+        yield lambda name: holders[name].get_tensor(name)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -183,10 +183,9 @@ def _prove_adapter(made: Path, model: Any, held: dict[str, Any], skeleton: Any) 
 
 
 def _parts(config: Any) -> dict[str, Any]:
-    """Return the settings of an adapter in a form that can be compared."""
-    found = {key: item for key, item in config.to_dict().items() if key not in _ORIGIN}
+    values = {key: item for key, item in config.to_dict().items() if key not in _ORIGIN}
     # A set is a list in the file; `target_parameters` is either in memory.
-    return {key: sorted(item, key=str) if isinstance(item, set | list) else item for key, item in found.items()}
+    return {key: sorted(item, key=str) if isinstance(item, set | list) else item for key, item in values.items()}
 
 
 # --- End tokens -------------------------------------------------------------------------------------------------------
@@ -204,8 +203,8 @@ def _check_ends(made: Path, base_dir: Path) -> None:
 
 
 def _ends(path: Path) -> set[int]:
-    found = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
-    return set() if found is None else {int(item) for item in (found if isinstance(found, list) else [found])}
+    ids = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
+    return set() if ids is None else {int(item) for item in (ids if isinstance(ids, list) else [ids])}
 
 
 def _vocabulary(path: Path) -> float:

@@ -1,8 +1,8 @@
 """A live model's tensors under the names in which its family is published, as views of the model's own memory.
 
 transformers converts names and shapes when it loads a checkpoint (experts are fused, parts of vision models renamed),
-and back when it writes one. The way back, applied to the live model, mostly returns views of its memory: so it tells
-where each stored tensor belongs, for writing, reading and comparing alike. A few families are converted by copies
+and back when it writes one. The way back, applied to the live model, mostly returns views of its memory: so it shows
+where every stored tensor belongs, for writing, reading and comparing alike. A few families are converted by copies
 (rotated heads, for instance): their tensors are named, too.
 """
 
@@ -29,7 +29,7 @@ class Published:
 
 
 class _Views(TorchFunctionMode):
-    """Leave parts of a tensor where they are: transformers copies each part of fused experts, for its layout alone."""
+    """Leave parts of a tensor where they are: transformers copies every part of fused experts, for its layout alone."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.contiguous:

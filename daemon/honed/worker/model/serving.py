@@ -30,24 +30,24 @@ def _refused(config: Mapping[str, Any], names: list[str]) -> list[str]:
         "LoRA of the embeddings": any(".lora_embedding_" in name for name in names),
         "whole embeddings": any(name.endswith((".embed_tokens.weight", ".lm_head.weight")) for name in names),
     }
-    found = [words for words, is_so in reasons.items() if is_so]
-    return [f"vLLM may not load this adapter, which has {', '.join(found)}: {_ADVICE}"] if found else []
+    hindrances = [words for words, is_so in reasons.items() if is_so]
+    return [f"vLLM may not load this adapter, which has {', '.join(hindrances)}: {_ADVICE}"] if hindrances else []
 
 
 def _misread(config: Mapping[str, Any]) -> list[str]:
     """Return remarks on what vLLM loads without an error, and then computes differently."""
-    found = []
+    lines = []
     if _has_other_scales(config):
-        found.append(
+        lines.append(
             f"vLLM scales all modules of this adapter alike, against rank_pattern and alpha_pattern: {_ADVICE}"
         )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
-        found.append(
+        lines.append(
             f"init_lora_weights: {init} changed the base model at the start of training; programs that add this "
             f"adapter to the unchanged base, such as vLLM, compute another model: {_ADVICE}"
         )
-    return found
+    return lines
 
 
 def _has_other_scales(config: Mapping[str, Any]) -> bool:

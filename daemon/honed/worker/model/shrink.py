@@ -1,7 +1,7 @@
 """A model's config made small: the same kinds of modules, with few layers, experts and words, and narrow.
 
 Layers are the first ones, as many as show every kind. Widths and numbers of heads are divided by one number, so that
-their ratios and each head's width stay. What a family derives from other keys is derived again from the small ones.
+their ratios and every head's width stay. What a family derives from other keys is derived again from the small ones.
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ def words(config: Any) -> dict[int, int]:
 def _small(config: Any, *, text: Any, divisor: int, width: int, words: Mapping[int, int], eyes: bool) -> dict[str, Any]:
     """Return the keys of a small config. Those of the language model are divided by `divisor`, its `width` too."""
     document = _document(config)
-    is_text = config is text or (
-        not config.sub_configs and getattr(config, "hidden_size", None) == width and _is_writer(config)
-    )
+    has_text_width = not config.sub_configs and getattr(config, "hidden_size", None) == width
+    is_text = config is text or (has_text_width and getattr(config, "vocab_size", None) is not None)
     number = _num_layers(config, document)
     own = divisor if is_text else _divisor(document) if eyes and not config.sub_configs else 1
     made = {key: _value(key, value, number, own, words) for key, value in document.items()}
@@ -86,12 +85,8 @@ def _small(config: Any, *, text: Any, divisor: int, width: int, words: Mapping[i
     return made
 
 
-def _is_writer(config: Any) -> bool:
-    return getattr(config, "vocab_size", None) is not None
-
-
 def _is_link(key: str, document: Mapping[str, Any]) -> bool:
-    """Tell whether a width is that of the next part; `hidden_size` is where the part has another name for its own."""
+    """Return whether a width is that of the next part; `hidden_size` is where the part has another name for its own."""
     return key != "hidden_size" or "embed_dim" in document or "resampler_depth" in document
 
 
@@ -157,7 +152,7 @@ def _document(config: Any) -> dict[str, Any]:
 
 
 def _num_layers(config: Any, document: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the number of layers before and after: as many as show each kind."""
+    """Return the number of layers before and after: as many as show every kind."""
     before = next((value for key in _LAYERS if isinstance(value := document.get(key), int)), 0)
     wanted = MIN_LAYERS
     for key in _KINDS:

@@ -23,7 +23,7 @@ class Streamed:
 
     model: Any
     base: Base
-    beat: Callable[[], None]  #: called before each layer; may raise, to stop
+    beat: Callable[[], None]  #: called before every layer; may raise, to stop
     step: float = 0.0  #: weights are moved up or down by it, relative to their size, at random
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class Streamed:
         shapes = {name: tensor.shape for name, tensor in self.base.tensors.items()}
         self._first = {
             item: first for first, made in self._places.built(shapes, self.model).items() for item in made
-        }  #: of each parameter that is built with others
+        }  #: of every parameter that is built with others
         self._names: dict[int, str] = {}
         self._dtypes: dict[str, Any] = {}
         self._layers = _layers(self.model)
@@ -139,13 +139,13 @@ def _layers(model: Any) -> list[Any]:
     """Return the modules in the outermost lists of modules, each once."""
     import torch
 
-    found: dict[int, Any] = {}
+    layers: dict[int, Any] = {}
     lists: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{item}.") for item in lists):
             lists.append(name)
-            found |= {id(item): item for item in module}
-    return list(found.values())
+            layers |= {id(item): item for item in module}
+    return list(layers.values())
 
 
 @contextlib.contextmanager

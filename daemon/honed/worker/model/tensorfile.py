@@ -1,6 +1,6 @@
 """TENSORS.json: digests of the tensors in a checkpoint's or an adapter's files, by file and name, taken from memory.
 
-A file's hash tells that it is as it was written. It does not tell that what was written, or what a loader made of it,
+A file's hash shows that it is as it was written. It does not show that what was written, or what a loader made of it,
 is what the model had. The digests do, at the speed of memory.
 """
 
@@ -21,7 +21,7 @@ from honed.system.error import ModelError
 NAME = "TENSORS.json"
 #: So many tensors may be copied to main memory at a time, to be hashed.
 MAX_THREADS = 4
-#: Names that a message tells, at most.
+#: Names in a message, at most.
 _MAX_NAMED = 5
 
 
@@ -50,7 +50,7 @@ def equal_bits(one: Any, other: Any) -> bool:
 
 
 def _divides(flat: Any, size: int) -> bool:
-    """Tell whether a flat tensor can be viewed as words of a size."""
+    """Return whether a flat tensor can be viewed as words of a size."""
     return bool(flat.nbytes % size == 0 and flat.storage_offset() * flat.element_size() % size == 0)
 
 
@@ -64,9 +64,9 @@ def digests(tensors: Mapping[str, Any]) -> dict[str, str]:
         return dict(zip(tensors, pool.map(lambda tensor: digest(data(tensor)), tensors.values()), strict=True))
 
 
-def write(directory: Path, found: Mapping[str, Mapping[str, str]]) -> None:
-    """Write the digests of each file's tensors."""
-    (directory / NAME).write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+def write(directory: Path, digests_by_part: Mapping[str, Mapping[str, str]]) -> None:
+    """Write the digests of every file's tensors."""
+    (directory / NAME).write_text(json.dumps(digests_by_part, indent=0) + "\n", encoding="utf-8")
 
 
 def read(path: Path, *, hint: str) -> dict[str, str] | None:
@@ -95,6 +95,6 @@ def compare_names(what: Path | str, stored: set[str], held: set[str], *, hint: s
 def compare(what: Path | str, wanted: Mapping[str, str], held: Mapping[str, Any], *, hint: str) -> None:
     """Raise ModelError, naming them, unless tensors have just the digests that were taken."""
     compare_names(what, set(wanted), set(held), hint=hint)
-    if wrong := [name for name, found in digests(held).items() if found != wanted[name]]:
+    if wrong := [name for name, actual in digests(held).items() if actual != wanted[name]]:
         named = quote.first(sorted(wrong), _MAX_NAMED)
         raise ModelError(f"{what}: after loading, {named} differ from what was saved", hint=hint)

@@ -48,9 +48,9 @@ def _differing(base: Any) -> Iterator[str]:
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
     }
     for ends in (getattr(base, "all_tied_weights_keys", None) or {}).items():
-        found = [[module for name, module in wrapped.items() if end.startswith(f"{name}.")] for end in ends]
-        share_tokens = all(item and isinstance(item[0], TrainableTokensWrapper) for item in found)
-        if any(found) and not share_tokens:
+        modules = [[module for name, module in wrapped.items() if end.startswith(f"{name}.")] for end in ends]
+        share_tokens = all(item and isinstance(item[0], TrainableTokensWrapper) for item in modules)
+        if any(modules) and not share_tokens:
             yield ends[0]
 
 

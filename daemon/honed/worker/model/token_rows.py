@@ -25,8 +25,8 @@ def check(model: Any, *, is_new: bool = True) -> None:
     """
     from peft.utils.other import TrainableTokensWrapper
 
-    found = {name: module for name, module in model.named_modules() if isinstance(module, TrainableTokensWrapper)}
-    if not found:
+    wrappers = {name: module for name, module in model.named_modules() if isinstance(module, TrainableTokensWrapper)}
+    if not wrappers:
         return
     base = model.get_base_model()
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
@@ -36,7 +36,7 @@ def check(model: Any, *, is_new: bool = True) -> None:
             hint="remove it; modules_to_save trains an embedding in full" if is_new else _MERGED,
             fix={KEY: None} if is_new else {},
         )
-    for name, wrapper in found.items():
+    for name, wrapper in wrappers.items():
         if _differs(wrapper):
             raise ModelError(
                 f"{KEY}: {name.removeprefix('base_model.model.')} computes more than peft's copy of it does "
@@ -79,7 +79,7 @@ def _is_tied(embedding: Any, head: Any) -> bool:
 
 
 def _differs(wrapper: Any) -> bool:
-    """Tell whether a wrapped module's output is not that of the module with the trained vectors in its weight; a bias
+    """Return whether a wrapped module's output is not that of the module with the trained vectors in its weight; a bias
     is left out even where it is zero as yet."""
     import torch
     from torch.func import functional_call

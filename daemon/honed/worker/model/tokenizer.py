@@ -22,7 +22,7 @@ from honed.text import addedtoken, tokenfile
 from honed.worker.assignment import Assignment
 
 FILE = "tokenizer.json"
-#: Text that is compared by its ids: digits, code, scripts, emoji, and white space of each kind in each place.
+#: Text that is compared by its ids: digits, code, scripts, emoji, and white space of every kind in every place.
 TEXT = (
     "  The capital of France is Paris; it's nice, isn't it? 3.14159 and 1,000,000 = 10^6\n\n"
     "def f(x):\n    if x > 0:\n\treturn [x, -x]  # two  spaces\r\n\r\n"
@@ -99,7 +99,7 @@ def _of_base(assignment: Assignment, warn: Callable[[str], None]) -> Any:
 
     def note(tokenizer: Any) -> Any:
         used = addedtoken.of(tokenizer.backend_tokenizer)
-        if words := addedtoken.told(known, used, tokenfile.config(path) or {}):
+        if words := addedtoken.message(known, used, tokenfile.config(path) or {}):
             warn(f"{path}: {words}")
         return tokenizer
 
@@ -114,10 +114,10 @@ def _of_base(assignment: Assignment, warn: Callable[[str], None]) -> Any:
         )
     if auto is None:
         warn(f"{path}: {_named(path)} cannot load tokenizer.json ({fault}): it is loaded as it is")
-    elif found := _other_ids(auto, oracle):
+    elif differing := _other_ids(auto, oracle):
         warn(
             f"{path}: {type(auto).__name__}, transformers' class for this tokenizer, gives other token ids than "
-            f"tokenizer.json ({found}): tokenizer.json is loaded as it is"
+            f"tokenizer.json ({differing}): tokenizer.json is loaded as it is"
         )
     return note(tokenizer)
 
@@ -133,12 +133,12 @@ def from_file(file: Path) -> Any:
     import tokenizers
 
     try:
-        found = tokenizers.Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing else
         raise tokenfile.unreadable(file, error) from error
-    found.no_truncation()
-    found.no_padding()
-    return found
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _as_it_is(path: Path, auto: Any, oracle: Any) -> Any:
@@ -209,11 +209,11 @@ def _other_ids(tokenizer: Any, oracle: Any) -> str:
     for text in _texts():
         ids = oracle.encode(text, add_special_tokens=False).ids
         try:
-            found = backend.encode(text, add_special_tokens=False).ids
+            encoded = backend.encode(text, add_special_tokens=False).ids
         except Exception as error:  # noqa: BLE001 - the library raises nothing else, such as for a missing <unk>
             return f"{text!r} fails: {error}"
-        if found != ids:
-            return f"{text!r}: {found[:8]} instead of {ids[:8]}"
+        if encoded != ids:
+            return f"{text!r}: {encoded[:8]} instead of {ids[:8]}"
         if (decoded := backend.decode(ids)) != oracle.decode(ids):
             return f"{text!r} is decoded as {decoded!r}"
     return ""

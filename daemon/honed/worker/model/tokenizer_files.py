@@ -136,9 +136,9 @@ def _fits(made: Path, name: str, tokenizer: Any) -> bool:
     if kind is None:
         return False
     try:
-        found = kind.from_pretrained(made)
-        return not hasattr(found, "backend_tokenizer") or tokenizers.agrees(
-            found, tokenizers.from_file(made / tokenizers.FILE)
+        opened = kind.from_pretrained(made)
+        return not hasattr(opened, "backend_tokenizer") or tokenizers.agrees(
+            opened, tokenizers.from_file(made / tokenizers.FILE)
         )
     except Exception:  # noqa: BLE001 - a class that does not suit the file raises anything
         return False
@@ -147,13 +147,13 @@ def _fits(made: Path, name: str, tokenizer: Any) -> bool:
 def _fault(assignment: Assignment, made: Path) -> str:
     """Return what is wrong with the ids of a reader that lets transformers choose the class; empty if nothing is."""
     try:
-        found = tokenizers.open_auto(made, assignment)
+        opened = tokenizers.open_auto(made, assignment)
     except Exception as error:  # noqa: BLE001 - what a reader would see
         return f"{CONFIG}: AutoTokenizer cannot open it ({type(error).__name__}): open it with {PLAIN}"
-    if tokenizers.agrees(found, tokenizers.from_file(made / tokenizers.FILE)):
+    if tokenizers.agrees(opened, tokenizers.from_file(made / tokenizers.FILE)):
         return ""
     return (
-        f"AutoTokenizer of transformers 5 opens this tokenizer as {type(found).__name__} whatever its files say, and "
+        f"AutoTokenizer of transformers 5 opens this tokenizer as {type(opened).__name__} whatever its files say, and "
         f"gives other token ids than in training: open it with {PLAIN}.from_pretrained"
     )
 
@@ -214,10 +214,10 @@ def _defaults(base: Path) -> dict[str, int]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Repair of a torchvision that was built for another torch, enough for transformers to import it.
 
-Each process of the environment imports this module at its start: imports made here would slow down all of them.
+Every process of the environment imports this module at its start: imports made here would slow down all of them.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class _Finder:
             return None
         from importlib.machinery import PathFinder
 
-        found = PathFinder.find_spec(fullname, path, target)
-        if found is None or found.loader is None or found.origin is None:
-            return found
-        execute, origin = found.loader.exec_module, found.origin
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None or spec.origin is None:
+            return spec
+        execute, origin = spec.loader.exec_module, spec.origin
 
         def execute_mended(module: ModuleType) -> None:
             _define_missing(origin)
             execute(module)
 
-        found.loader.exec_module = execute_mended  # type: ignore[method-assign]
-        return found
+        spec.loader.exec_module = execute_mended  # type: ignore[method-assign]
+        return spec
 
 
 def _define_missing(origin: str) -> None:

@@ -27,17 +27,17 @@ class TransformersBackend:
     name = "transformers"
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def import_libraries(self) -> None:
         import transformers  # noqa: F401
 
     def load_base(self, assignment: Assignment) -> Any:
-        return load_base(assignment, load_config(assignment), tell=self.told.append)
+        return load_base(assignment, load_config(assignment), report=self.messages.append)
 
     def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
         model = attach_adapter(model, assignment)
-        self.told += placing.remarks(model, assignment)
+        self.messages += placing.remarks(model, assignment)
         return model
 
     def make_room(self, model: Any, num_tokens: int) -> None:
@@ -47,8 +47,8 @@ class TransformersBackend:
         return nullcontext()
 
 
-def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None] = lambda _text: None) -> Any:
-    """Load the base model as planned. `tell` gets a message about stored weights that the model has no place for."""
+def load_base(assignment: Assignment, config: Any, *, report: Callable[[str], None] = lambda _text: None) -> Any:
+    """Load the base model as planned. `report` gets a message about stored weights that the model has no place for."""
     import torch
 
     precision = assignment.precision
@@ -85,7 +85,7 @@ def load_base(assignment: Assignment, config: Any, *, tell: Callable[[str], None
     if missing := sorted(info["missing_keys"]):
         raise incomplete(assignment, missing)
     if words := unused_weights.check(assignment.base_model_path, info["unexpected_keys"], model.state_dict()):
-        tell(words)
+        report(words)
     keep_trainable_layout(model)
     return model
 
@@ -176,7 +176,7 @@ def quantization_config(precision: Precision, model: Any = None, *, is_divided: 
 
 
 def roots(model: Any) -> dict[str, Part]:
-    """Return the topmost module of each part, `""` for the whole; a projector may lie within its encoder."""
+    """Return the topmost module of every part, `""` for the whole; a projector may lie within its encoder."""
     parts = {name: modality.part(name) for name, _ in model.named_modules() if name}
     tops = {name: part for name, part in parts.items() if part != modality.part(name.rpartition(".")[0])}
     return {"": "language", **tops}
@@ -218,7 +218,7 @@ def attach_adapter(model: Any, assignment: Assignment) -> Any:
         adapters.load(model, Path(spec.adapter))  # again: peft's own load reports nothing
     elif spec.lora is not None:
         check_parts(model, assignment)
-        options = _in_layers(model, placing.settled(model, spec.lora, lora_options(model, assignment)))
+        options = _in_layers(model, placing.resolved(model, spec.lora, lora_options(model, assignment)))
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
         check_adapted(model, assignment)
         placing.check(model, assignment)
@@ -239,11 +239,7 @@ def spare_frozen(model: Any) -> None:
     for name, module in model.named_modules():
         is_frozen = not any(parameter.requires_grad for parameter in module.parameters())
         if is_frozen and modality.part(name) != "language" and hasattr(module, "get_input_embeddings"):
-            module.get_input_embeddings = _no_embedding
-
-
-def _no_embedding() -> None:
-    return None
+            module.get_input_embeddings = lambda: None
 
 
 def lora_options(model: Any, assignment: Assignment) -> dict[str, Any]:
@@ -282,13 +278,13 @@ def _untrained(model: Any, wanted: frozenset[Part]) -> str:
 
     Parts lie within each other, so each is taken without those below it.
     """
-    found = roots(model)
+    kinds = roots(model)
     patterns = []
-    for root, kind in found.items():
+    for root, kind in kinds.items():
         if kind in wanted:
             continue
         prefix = f"{root}." if root else ""
-        inner = [re.escape(name.removeprefix(prefix)) for name in found if name != root and name.startswith(prefix)]
+        inner = [re.escape(name.removeprefix(prefix)) for name in kinds if name != root and name.startswith(prefix)]
         below = rf"(?!({'|'.join(inner)})(\.|$))" if inner else ""
         patterns.append(rf"{re.escape(root)}(\.{below}.*)?" if root else rf"{below}.+")
     return "|".join(patterns)

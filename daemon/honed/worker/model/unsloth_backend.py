@@ -26,7 +26,7 @@ class UnslothBackend:
     name = "unsloth"
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def import_libraries(self) -> None:
         # Unsloth turns autocast off, behind the plan, on a processor that only emulates bfloat16.
@@ -36,14 +36,14 @@ class UnslothBackend:
 
     def load_base(self, assignment: Assignment) -> Any:
         with _blamed(has_rows=False):
-            return _load_base(assignment, self.told)
+            return _load_base(assignment, self.messages)
 
     def attach_adapter(self, model: Any, assignment: Assignment) -> Any:
         with _blamed(has_rows=False):
             return _attach_adapter(model, assignment)
 
     def make_room(self, model: Any, num_tokens: int) -> None:
-        """Raise each layer's `max_seq_length`: Unsloth truncates rows to it, and says so only in its own log."""
+        """Raise every layer's `max_seq_length`: Unsloth truncates rows to it, and says so only in its own log."""
         for module in model.modules():
             if getattr(module, "max_seq_length", num_tokens) < num_tokens:
                 module.max_seq_length = num_tokens
@@ -71,7 +71,7 @@ def _blamed(*, has_rows: bool) -> Iterator[None]:
         ) from error
 
 
-def _load_base(assignment: Assignment, told: list[str]) -> Any:
+def _load_base(assignment: Assignment, messages: list[str]) -> Any:
     import torch
 
     from honed.worker.model.transformers_backend import keep_trainable_layout
@@ -92,7 +92,7 @@ def _load_base(assignment: Assignment, told: list[str]) -> Any:
         use_gradient_checkpointing=_is_checkpointed(assignment),
     )
     _check_complete(model, assignment)
-    _check_placed(model, assignment, told)
+    _check_placed(model, assignment, messages)
     if not assignment.plan.checkpoint.quantization_method:
         check_senses(model)
     keep_trainable_layout(model)
@@ -175,7 +175,7 @@ def check_senses(model: Any) -> None:
 def _check_complete(model: Any, assignment: Assignment) -> None:
     """Raise ModelError if weights were initialized at random for lack of stored ones: Unsloth does not report that.
 
-    transformers marks each parameter that it has read. Marks can be lost, so only parameters that no file names count.
+    transformers marks every parameter that it has read. Marks can be lost, so only parameters that no file names count.
     """
     from honed.worker.model.transformers_backend import incomplete
 
@@ -189,7 +189,7 @@ def _check_complete(model: Any, assignment: Assignment) -> None:
         raise incomplete(assignment, missing)
 
 
-def _check_placed(model: Any, assignment: Assignment, told: list[str]) -> None:
+def _check_placed(model: Any, assignment: Assignment, messages: list[str]) -> None:
     """Raise ModelError for stored weights that layers lack, and report others that are left out.
 
     This compares names only where every parameter is stored under its own name: otherwise they say nothing.
@@ -200,4 +200,4 @@ def _check_placed(model: Any, assignment: Assignment, told: list[str]) -> None:
     if all(name in stored for name, _ in model.named_parameters()):
         left_out = unplaced(model, stored)
         if words := unused_weights.check(assignment.base_model_path, left_out, model.state_dict()):
-            told.append(words)
+            messages.append(words)

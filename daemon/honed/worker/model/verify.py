@@ -1,4 +1,4 @@
-"""A loaded base model is what its files have: a fixed sample of each tensor is compared, by its published name.
+"""A loaded base model is what its files have: a fixed sample of every tensor is compared, by its published name.
 
 A loader that finds no place for a tensor, or no tensor for a place, may leave it as it was initialised and only log
 that. Names alone do not show it: conversions fuse and rename. So elements are compared, in the dtype in which the model
@@ -44,12 +44,12 @@ class Compared:
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:
-        """The digest of the samples of each layer, and of each tensor outside of the layers."""
+        """The digest of the samples of every layer, and of every tensor outside of the layers."""
         parts: dict[str, list[Any]] = {}
         for name in sorted(self.samples):
             layer = _LAYER.match(name)
             parts.setdefault(layer[0] if layer else name, []).append(self.samples[name].view(torch.uint8))
-        return {part: tensorfile.digest(tensorfile.data(torch.cat(found))) for part, found in parts.items()}
+        return {part: tensorfile.digest(tensorfile.data(torch.cat(values))) for part, values in parts.items()}
 
 
 def check(model: Any, directory: Path) -> Compared:
@@ -65,9 +65,9 @@ def check(model: Any, directory: Path) -> Compared:
     pairs: list[tuple[str, Any, Any]] = []
     wrong = []
     for name, tensor in _held(model):
-        if (found := _stored_name(name, files.names, str(model.base_model_prefix))) is None:
+        if (stored_name := _stored_name(name, files.names, str(model.base_model_prefix))) is None:
             continue
-        stored = files.tensor(found)
+        stored = files.tensor(stored_name)
         if tensor.data_ptr() in padding:
             _put_row(tensor, padding[tensor.data_ptr()], stored)
         if _unpacked_shape(tensor) is not None:
@@ -88,7 +88,7 @@ def check(model: Any, directory: Path) -> Compared:
 
 
 def _padding(model: Any) -> dict[int, int]:
-    """Return the row of the padding token by the place of each embedding that has one."""
+    """Return the row of the padding token by the place of every embedding that has one."""
     return {
         module.weight.data_ptr(): module.padding_idx
         for module in model.modules()
@@ -103,7 +103,7 @@ def _differing(pairs: Sequence[tuple[str, Any, Any]]) -> list[str]:
         kinds.setdefault((pair[1].device, pair[1].dtype), []).append(pair)
     wrong = []
     for several in kinds.values():
-        held, stored = (torch.cat([item[place] for item in several]).cpu() for place in (1, 2))
+        held, stored = (torch.cat([item[index] for item in several]).cpu() for index in (1, 2))
         is_same = (held == stored) | (held.isnan() & stored.isnan())
         if not is_same.all():
             parts = is_same.split([len(stored) for _, _, stored in several])
@@ -114,7 +114,7 @@ def _differing(pairs: Sequence[tuple[str, Any, Any]]) -> list[str]:
 class _Files:
     """The floating-point tensors of a checkpoint, mapped into memory; none if the weights are pickled.
 
-    This is what safetensors does, at a tenth of its time for each tensor.
+    This is what safetensors does, at a tenth of its time for every tensor.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -130,11 +130,11 @@ class _Files:
         }
 
     def tensor(self, name: str) -> Any:
-        each, dtype = self._stored[name], getattr(torch, DTYPES[self._stored[name].dtype][0])
-        if each.begin == each.end:
-            return torch.empty(each.shape, dtype=dtype)
-        count = (each.end - each.begin) // dtype.itemsize
-        return torch.frombuffer(self._maps[each.path], dtype=dtype, count=count, offset=each.begin).view(each.shape)
+        entry, dtype = self._stored[name], getattr(torch, DTYPES[self._stored[name].dtype][0])
+        if entry.begin == entry.end:
+            return torch.empty(entry.shape, dtype=dtype)
+        count = (entry.end - entry.begin) // dtype.itemsize
+        return torch.frombuffer(self._maps[entry.path], dtype=dtype, count=count, offset=entry.begin).view(entry.shape)
 
 
 def _held(model: Any) -> Iterator[tuple[str, Any]]:
@@ -181,7 +181,7 @@ def _unpacked_shape(parameter: Any) -> tuple[int, ...] | None:
 
 
 def _is_turned(module: Any) -> bool:
-    """Tell whether a module stands for GPT-2's Conv1D, whose matrix bitsandbytes transposes."""
+    """Return whether a module stands for GPT-2's Conv1D, whose matrix bitsandbytes transposes."""
     return getattr(getattr(module, "source_cls", None), "__name__", "") == "Conv1D"
 
 
@@ -207,7 +207,7 @@ def _is_near(tensor: Any, stored: Any, dtype: Any, *, is_turned: bool) -> bool |
 
 
 def _put_row(tensor: Any, index: int, stored: Any) -> None:
-    """Put back a row of a token embedding: some families initialise that of the padding token after each load."""
+    """Put back a row of a token embedding: some families initialise that of the padding token after every load."""
     if stored.shape == tensor.shape and tensor.dim() == 2 and index < len(tensor):
         with torch.no_grad():
             tensor[index].copy_(stored[index])
@@ -223,16 +223,16 @@ def _places(shape: tuple[int, ...]) -> Any:
     """Return where a tensor of a shape is compared, as numbers of its elements in order."""
     if 0 in shape:
         return torch.empty(0, dtype=torch.long)
-    found: list[int] = []
+    indices: list[int] = []
     for number in range(NUM_PLACES if shape else 1):
-        place, first = 0, 0
+        position, first = 0, 0
         for size in shape:
             first = (size - 1) * number // (NUM_PLACES - 1)
-            place = place * size + first
+            position = position * size + first
         last = shape[-1] if shape else 1
         begin = max(0, min(first, last - NUM_ELEMENTS))
-        found += range(place - first + begin, place - first + min(begin + NUM_ELEMENTS, last))
-    return torch.tensor(found)
+        indices += range(position - first + begin, position - first + min(begin + NUM_ELEMENTS, last))
+    return torch.tensor(indices)
 
 
 def _is_near_4bit(tensor: Any, rows: Callable[[int, int], Any]) -> bool | None:
@@ -290,11 +290,11 @@ def numbers(tensor: Any) -> list[float]:
     """Return a fixed sample of a weight's numbers, quantized or not; none if it is packed in another way."""
     match type(tensor).__name__:
         case "Params4bit":
-            found = _unpacked_4bit(tensor)
-            found = torch.empty(0) if found is None else found
+            values = _unpacked_4bit(tensor)
+            values = torch.empty(0) if values is None else values
         case "Int8Params":
             middle = tensor.shape[0] // 2
-            found = tensor.data[middle].float() * float(tensor.SCB[middle])
+            values = tensor.data[middle].float() * float(tensor.SCB[middle])
         case _:
-            found = tensor
-    return [float(item) for item in _sample(found).float().cpu()]
+            values = tensor
+    return [float(item) for item in _sample(values).float().cpu()]

@@ -23,13 +23,13 @@ def check(directory: Path, empty: Any, kept: Iterable[str]) -> None:
     tensors = {
         tensor.name: tensor for tensor in basemodel.inspect(directory, model_type=empty.config.model_type).tensors
     }
-    found = names.read(empty, tensors)
-    shapes = {place: tensors[name].shape for name, place in found.whole.items()}
-    for group in found.built({name: tensor.shape for name, tensor in tensors.items()}, empty).values():
+    read = names.read(empty, tensors)
+    shapes = {parameter: tensors[name].shape for name, parameter in read.whole.items()}
+    for group in read.built({name: tensor.shape for name, tensor in tensors.items()}, empty).values():
         shapes |= group
     state = empty.state_dict()
     missing = lacking(empty, set(shapes))
-    unplaced = {name for name in tensors if found.parameter(name) is None} - set(kept)
+    unplaced = {name for name in tensors if read.parameter(name) is None} - set(kept)
     surplus = sorted(name for name in unplaced if not adapter.is_passed_over(empty, name))
     odd = [name for name, shape in shapes.items() if name in state and shape != tuple(state[name].shape)]
     for wrong, what in (

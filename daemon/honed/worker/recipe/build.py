@@ -56,7 +56,7 @@ def build(run: Run, start: Start, rows: Rows, trainer_class: Callable[[], type[W
     job, data = start.job, rows.data
     auditor = audit.Auditor(job.precision, run.events, backend=job.backend)
     loaded = load.load(start.backend, job, auditor, rows.chat.tokenizer)
-    for text in loaded.told:
+    for text in loaded.messages:
         run.warn(text)
 
     run.stage("audit")

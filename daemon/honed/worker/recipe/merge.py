@@ -46,7 +46,7 @@ def run(this: Run, job: Assignment, _attempt: int) -> None:
 
     this.stage("merge")
     this.log("info", f"merging {adapter_dir} into {job.base_model_path}, in {dtype}")
-    with export.beside(job.output_dir) as temporary_dir:
+    with export.temporary(job.output_dir) as temporary_dir:
         merged = merge.merge(
             job.base_model_path,
             adapter_dir,

@@ -138,7 +138,7 @@ def read_rows(run: Run, start: Start) -> Rows:
     progress.data_hashes = data.hashes
     run.events.emit("data", **data.counts)
     run.events.emit("rows", entries=data.entries, shared=data.shared_entries)
-    for text in data.told():
+    for text in data.messages():
         run.warn(text)
     if "messages" in data.train.kinds:
         if spec.training.eos_token is not None:

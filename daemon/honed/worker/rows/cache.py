@@ -8,7 +8,7 @@ after its trial find what an earlier attempt made, and other jobs of the same us
 An entry's name is a hash of all that decides what the rows become: the names and the content of the data files and how
 they are read, the tokenizer with its code, the template with its arguments, the maximum length, the versions of honed,
 Python and the libraries, and the date if the template asks for it. Directories do not matter: a copy of the data is the
-same data. Rows with images, videos and sounds depend on more files, and are made anew each time.
+same data. Rows with images, videos and sounds depend on more files, and are made anew every time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from honed.worker.rows.table import DamagedError, Table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Increased with each change of the files' format, or of what rows become.
+#: Increased with every change of the files' format, or of what rows become.
 FORMAT = 4
 #: Name of the entry whose rows no later attempt uses.
 UNKEYED = "unkeyed"
@@ -80,15 +80,15 @@ def find(
     if shared_dir is not None and not directory.exists():
         _link(shared_dir / directory.name, directory)
     try:
-        found = table.load(directory, beat)
+        loaded = table.load(directory, beat)
     except DamagedError as error:
         whose = "job" if is_shared(directory) else "attempt"
         warn(f"the encoded rows of an earlier {whose} are damaged and are made anew: {error}")
         tree.remove(directory)
         return None
-    for path in directory.glob("cache-*.arrow") if found is not None else ():
+    for path in directory.glob("cache-*.arrow") if loaded is not None else ():
         path.unlink()  # made by datasets, for packing
-    return found
+    return loaded
 
 
 def is_shared(directory: Path) -> bool:
@@ -109,7 +109,7 @@ def _link(shared: Path, directory: Path) -> None:
 
 
 def keep(rows_dir: Path, names: Iterable[str]) -> None:
-    """Remove all other entries, so that a job has one of each kind of data, also while it makes them."""
+    """Remove all other entries, so that a job has one of every kind of data, also while it makes them."""
     kept = set(names)
     for path in rows_dir.iterdir() if rows_dir.is_dir() else ():
         if path.name not in kept:

@@ -14,7 +14,7 @@ from honed.worker.rows.processor import Processor
 
 Side = Literal["left", "right"]
 
-#: Padding of the tensors that have a number for each token; 0 for any other.
+#: Padding of the tensors that have a number per token; 0 for any other.
 _FILLERS = {"labels": IGNORED}
 
 
@@ -133,7 +133,7 @@ def merge(
 ) -> dict[str, Any]:
     """Merge batches of one row into one batch.
 
-    Tensors with a number for each token are padded on the given side. Any other, whose length depends on the media, is
+    Tensors with a number per token are padded on the given side. Any other, whose length depends on the media, is
     put end to end, with zeros where another row's is larger. Floating tensors are returned in `dtype`.
     """
     import torch

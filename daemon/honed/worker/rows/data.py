@@ -52,7 +52,7 @@ class Rows:
     table: Table
     places: npt.NDArray[np.int64]  #: of these rows in the table
     dataset: Any  #: datasets.Dataset with input_ids and labels; beside media, `source`: the number of a Source, or -1
-    lengths: npt.NDArray[np.int32]  #: tokens of each row, as it is trained on
+    lengths: npt.NDArray[np.int32]  #: tokens of every row, as it is trained on
     kinds: frozenset[str]  #: of their examples
     first_segments: list[Segment] = field(default_factory=list)  #: the first row
     num_trained_tokens: int = 0
@@ -89,8 +89,8 @@ class Rows:
 
     def place(self, input_ids: Sequence[int]) -> int | None:
         """Return the last row with these tokens; None if there is none."""
-        found = np.flatnonzero(self._hashes == hash(tuple(input_ids)))
-        return int(found[-1]) if len(found) else None
+        matches = np.flatnonzero(self._hashes == hash(tuple(input_ids)))
+        return int(matches[-1]) if len(matches) else None
 
     def lacking(self, ids: Sequence[int]) -> list[int]:
         """Return those of some tokens that occur in no row."""
@@ -114,10 +114,10 @@ class Data:
     train: Rows  #: in an evaluation those held out: nothing is trained
     held_out: Rows | None
     counts: dict[str, object]  #: as in the event `data`
-    hashes: dict[str, str]  #: sha256 of each file, as it was when it was read
+    hashes: dict[str, str]  #: sha256 of every file, as it was when it was read
     media: MediaRows | None  #: None where all rows are text
-    num_answers: int  #: of each row
-    read: tuple[dataset.Counts, ...]  #: of each data set, including those held out
+    num_answers: int  #: of every row
+    read: tuple[dataset.Counts, ...]  #: of every data set, including those held out
     num_dropped: int  #: skipped, of the rows to train on and of those held out
     first_dropped: str
     advice: str = ""  #: for rows of which the template leaves out parts
@@ -130,8 +130,8 @@ class Data:
     @property
     def entries(self) -> list[str]:
         """Names of the entries in the cache that hold these rows, except those that no later attempt uses."""
-        found = dict.fromkeys(rows.table.directory.name for rows in self._all)
-        return [name for name in found if not name.startswith(cache.UNKEYED)]
+        names = dict.fromkeys(rows.table.directory.name for rows in self._all)
+        return [name for name in names if not name.startswith(cache.UNKEYED)]
 
     @property
     def shared_entries(self) -> list[str]:
@@ -154,32 +154,35 @@ class Data:
         """Tokens of the longest row, as it is trained on or evaluated."""
         return max(rows.longest for rows in self._all)
 
-    def told(self) -> list[str]:
+    def messages(self) -> list[str]:
         """Return messages for the owner about rows that cannot be used, are skipped, or lose parts."""
         both = self._all
         broken, num_broken = [text for rows in both for text in rows.broken], sum(rows.num_broken for rows in both)
         too_long, num_too_long = [text for rows in both for text in rows.too_long], sum(r.num_too_long for r in both)
-        told = [
+        messages = [
             f"{item.path}: {item.num_bad} of {item.num_rows} rows cannot be used: {_listed(item.bad, item.num_bad)}"
             for item in self.read
             if item.num_bad
         ]
-        told += [f"{item.path}: {dataset.told_nulled(item.num_nulled)}" for item in self.read if item.num_nulled]
-        told += [*self.trained.told_orders(), *(f"held out: {order}" for order in self.measured.told_orders())]
+        messages += [f"{item.path}: {dataset.nulled_message(item.num_nulled)}" for item in self.read if item.num_nulled]
+        messages += [
+            *self.trained.order_messages(),
+            *(f"held out: {order}" for order in self.measured.order_messages()),
+        ]
         if self.trained.has_many_twice:
-            told.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
-        if self.groups is not None and self.groups.told:
-            told.append(self.groups.told)
+            messages.append(f"{self.trained.num_twice} of {self.trained.num_rows} training rows repeat an earlier row")
+        if self.groups is not None and self.groups.remark:
+            messages.append(self.groups.remark)
         if self.num_in_both:
-            told.append(
+            messages.append(
                 f"{self.num_in_both} of {self.measured.num_rows} held-out rows are also trained on: the metrics "
                 "measure memorization"
             )
         num_shown = sum(len(rows.examples) for rows in both)
-        if lost := sum((rows.lost for rows in both), Tally()).told(num_shown):
-            told.append(f"{lost}; {self.advice}")
-        if asked := sum((rows.mismatches for rows in both), Mismatches()).told(num_shown, self.advice_on_asking):
-            told.append(asked)
+        if lost := sum((rows.lost for rows in both), Tally()).message(num_shown):
+            messages.append(f"{lost}; {self.advice}")
+        if asked := sum((rows.mismatches for rows in both), Mismatches()).message(num_shown, self.advice_on_asking):
+            messages.append(asked)
         if self.num_dropped > num_broken + num_too_long:  # those are named below
             num_cut_off = sum(rows.num_cut_off for rows in both)
             longer = (
@@ -187,21 +190,21 @@ class Data:
                 if num_cut_off
                 else ""
             )
-            told.append(f"{_rows(self.num_dropped)} skipped; the first: {self.first_dropped}{longer}")
+            messages.append(f"{_rows(self.num_dropped)} skipped; the first: {self.first_dropped}{longer}")
         num_cut, num_rows = sum(r.num_truncated for r in both), sum(len(r.examples) + r.num_dropped for r in both)
         if 2 * num_cut > num_rows:
-            told.append(
+            messages.append(
                 f"{num_cut} of {num_rows} rows are truncated after training.max_length tokens, and the rest is not "
                 f"learned; the longest has {max(rows.longest_uncut for rows in both)}"
             )
         if num_broken:
-            told.append(f"{_rows(num_broken)} skipped because of an unusable file: {_listed(broken, num_broken)}")
+            messages.append(f"{_rows(num_broken)} skipped because of an unusable file: {_listed(broken, num_broken)}")
         if num_too_long:
-            told.append(
+            messages.append(
                 f"{_rows(num_too_long)} skipped because truncation would cut their images, videos or sounds: "
                 + _listed(too_long, num_too_long)
             )
-        return told
+        return messages
 
 
 def build(
@@ -399,9 +402,9 @@ def _selected(dataset: Any, places: npt.NDArray[np.int64]) -> Any:
 def census_of(table: Table, places: npt.NDArray[np.int64]) -> Census:
     """Return the counts of the rows at these places, whether they can be trained on or not."""
     digests, orders = table.column("digest")[places], table.column("order")[places]
-    found, firsts, numbers = np.unique(orders, return_index=True, return_counts=True)
+    codes, firsts, numbers = np.unique(orders, return_index=True, return_counts=True)
     made = Census(num_rows=len(places), num_twice=len(places) - len(np.unique(digests)))
-    for first, number, order in sorted(zip(firsts.tolist(), numbers.tolist(), found.tolist(), strict=True)):
+    for first, number, order in sorted(zip(firsts.tolist(), numbers.tolist(), codes.tolist(), strict=True)):
         if (odd := record.ORDERS[order]) is not None:
             made.orders[odd] = number
             made.firsts[odd] = where(table.example(int(places[first])))
@@ -409,7 +412,7 @@ def census_of(table: Table, places: npt.NDArray[np.int64]) -> Census:
 
 
 def _firsts(digests: npt.NDArray[np.uint64]) -> list[int]:
-    """Return for each row the place of the first one with the same digest."""
+    """Return per row the place of the first one with the same digest."""
     _, index, inverse = np.unique(digests, return_index=True, return_inverse=True)
     return index[inverse].tolist()
 
@@ -454,10 +457,10 @@ def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> R
     return replace(rows, places=rows.places[places], dataset=rows.dataset.select(places), lengths=rows.lengths[places])
 
 
-def lengths(found: npt.NDArray[np.int32]) -> dict[str, int | list[int]]:
+def lengths(tokens: npt.NDArray[np.int32]) -> dict[str, int | list[int]]:
     """Return a histogram of row lengths: `counts` of bins that are `width` wide, the first of which begins at 0."""
-    width = max(1, -(-(int(found.max()) + 1) // NUM_BINS))
-    return {"width": width, "counts": np.bincount(found // width).tolist()}
+    width = max(1, -(-(int(tokens.max()) + 1) // NUM_BINS))
+    return {"width": width, "counts": np.bincount(tokens // width).tolist()}
 
 
 def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: Path) -> None:

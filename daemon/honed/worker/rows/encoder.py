@@ -34,7 +34,7 @@ NUM_ALONE = 2000
 BATCH_ROWS, BATCH_BYTES = 500, 2**20
 #: Processes at most, so that their memory has a bound.
 MAX_PROCESSES = 8
-#: Batches for each process that are read ahead.
+#: Batches per process that are read ahead.
 NUM_AHEAD = 2
 #: Seconds between signs of life while a batch is waited for.
 LOOK_SEC = 0.5
@@ -109,7 +109,7 @@ def cut(blobs: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def processes(*, is_ahead: bool = False) -> int:
-    """Return the number of processes: one for each core that this one may use. `is_ahead`: half of them, because
+    """Return the number of processes: one per core that this one may use. `is_ahead`: half of them, because
     another job trains meanwhile."""
     num_cores = len(os.sched_getaffinity(0))
     return min(max(1, num_cores // 2) if is_ahead else num_cores, MAX_PROCESSES)
@@ -158,19 +158,19 @@ class Pool:
         connection = self._free.get()
         try:
             connection.send(piece)
-            found = connection.recv()
+            answer = connection.recv()
         except (EOFError, OSError) as error:
             raise KilledError(
                 "a process that encodes rows was killed", hint="see the kernel's log: it may have run out of memory"
             ) from error
         finally:
             self._free.put(connection)
-        if isinstance(found, HonedError):
-            raise found
-        if isinstance(found, str):
-            raise RuntimeError(f"a process that encodes rows failed:\n{found}")
-        assert isinstance(found, Batch)
-        return found
+        if isinstance(answer, HonedError):
+            raise answer
+        if isinstance(answer, str):
+            raise RuntimeError(f"a process that encodes rows failed:\n{answer}")
+        assert isinstance(answer, Batch)
+        return answer
 
 
 def _result(future: Future[Batch], stop: Stop) -> Batch:

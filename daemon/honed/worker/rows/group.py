@@ -1,4 +1,4 @@
-"""Groups of held-out rows whose metrics are also computed apart: those of each data set, and those with each tag.
+"""Groups of held-out rows whose metrics are also computed apart: those of every data set, and those with every tag.
 
 The metrics of a group have its name behind a slash: `eval_loss/general`, `exact_match/tag:arithmetic`.
 """
@@ -27,21 +27,21 @@ MAX_KINDS = 100
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of some rows, and the kind of each row; rows of one kind are in the same groups."""
+    """The groups of some rows, and the kind of every row; rows of one kind are in the same groups."""
 
     datasets: tuple[str, ...]  #: names, by the number of the data set; empty where there is one
     tags: frozenset[str]  #: those with metrics of their own
-    kinds: tuple[frozenset[str], ...]  #: the groups of each kind
-    codes: npt.NDArray[np.int64]  #: the kind of each row
-    numbers: npt.NDArray[np.int32]  #: the data set of each row
-    told: str = ""  #: a message about tags that have no metrics
+    kinds: tuple[frozenset[str], ...]  #: the groups of every kind
+    codes: npt.NDArray[np.int64]  #: the kind of every row
+    numbers: npt.NDArray[np.int32]  #: the data set of every row
+    remark: str = ""  #: a message about tags that have no metrics
 
     @property
     def names(self) -> list[str]:
         """Names of all groups: data sets in their order, then tags."""
-        found = frozenset[str]().union(*self.kinds)
+        groups = frozenset[str]().union(*self.kinds)
         ours = dict.fromkeys(self.datasets)
-        return [*(name for name in ours if name in found), *sorted(found - ours.keys())]
+        return [*(name for name in ours if name in groups), *sorted(groups - ours.keys())]
 
     def of(self, example: Example) -> frozenset[str]:
         """Return the groups of an example."""
@@ -58,10 +58,10 @@ def of(table: Table, places: npt.NDArray[np.int64], datasets: Sequence[DatasetSp
     numbers, hashes = table.column("dataset")[places], table.column("tags")[places]
     pairs = np.empty(len(places), [("dataset", numbers.dtype), ("tags", hashes.dtype)])
     pairs["dataset"], pairs["tags"] = numbers, hashes
-    found, firsts, codes, counts = np.unique(pairs, return_index=True, return_inverse=True, return_counts=True)
+    distinct, firsts, codes, counts = np.unique(pairs, return_index=True, return_inverse=True, return_counts=True)
     tagged = [
         table.example(int(places[first])).tags if pair["tags"] else ()
-        for pair, first in zip(found, firsts, strict=True)
+        for pair, first in zip(distinct, firsts, strict=True)
     ]
     names = _names(datasets) if len(set(numbers.tolist())) > 1 else ()
     frequent = Counter[str]()
@@ -70,19 +70,19 @@ def of(table: Table, places: npt.NDArray[np.int64], datasets: Sequence[DatasetSp
     ranked = [tag for tag, _ in sorted(frequent.items(), key=lambda one: (-one[1], one[0]))]
     kept = frozenset(ranked[:MAX_TAGS])
     while True:
-        each = [
+        groups_of = [
             frozenset(_groups(int(pair["dataset"]), kept.intersection(tags), names))
-            for pair, tags in zip(found, tagged, strict=True)
+            for pair, tags in zip(distinct, tagged, strict=True)
         ]
-        kinds = tuple(dict.fromkeys(each))
+        kinds = tuple(dict.fromkeys(groups_of))
         if len(kinds) <= MAX_KINDS or not kept:
             break
         kept = frozenset(ranked[: len(kept) - 1])
-    told = ""
+    remark = ""
     if len(kept) < len(ranked):
-        told = f"{len(ranked)} tags: only the {len(kept)} most frequent have metrics of their own"
-    numbered = np.array([kinds.index(groups) for groups in each], np.int64)
-    return Groups(names, kept, kinds, numbered[codes.reshape(-1)], numbers, told)
+        remark = f"{len(ranked)} tags: only the {len(kept)} most frequent have metrics of their own"
+    numbered = np.array([kinds.index(groups) for groups in groups_of], np.int64)
+    return Groups(names, kept, kinds, numbered[codes.reshape(-1)], numbers, remark)
 
 
 def _groups(dataset: int, tags: Iterable[str], names: Sequence[str]) -> Iterator[str]:

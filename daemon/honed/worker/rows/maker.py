@@ -70,12 +70,12 @@ class Maker:
         """Return the rows of the data sets, in order."""
         name, rows_dir = self.name(datasets), self.assignment.rows_dir
         shared_dir = self.assignment.shared_rows_dir
-        found = cache.find(rows_dir / name, self.stop.check, self.warn, shared_dir=shared_dir)
-        if found is not None:
-            found.counts = tuple(
-                replace(count, path=str(item.path)) for count, item in zip(found.counts, datasets, strict=True)
+        cached = cache.find(rows_dir / name, self.stop.check, self.warn, shared_dir=shared_dir)
+        if cached is not None:
+            cached.counts = tuple(
+                replace(count, path=str(item.path)) for count, item in zip(cached.counts, datasets, strict=True)
             )
-            return found
+            return cached
         reading = dataset.Reading(
             datasets,
             seed=self.assignment.seed,
@@ -150,7 +150,7 @@ def _with_media(
 def _decoded(
     examples: Iterable[Example], encoder: Encoder, media: MediaRows, stop: Stop
 ) -> Iterator[tuple[Example, Encoded | DatasetError]]:
-    """Yield each row, or the error that makes it unusable, in order."""
+    """Yield every row, or the error that makes it unusable, in order."""
     waiting: deque[tuple[Example, Callable[[], Encoded | DatasetError]]] = deque()
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="media") as pool:
         for example in examples:

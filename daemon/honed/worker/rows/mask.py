@@ -19,7 +19,7 @@ _HINT = (
     "the rows were changed before training: remove `training.packing` and `training.padding_free`, check the "
     "versions with `honectl doctor`, and report it"
 )
-#: Batches that are checked: enough to meet each kind of row of a mixture, and quick beside a step.
+#: Batches that are checked: enough to meet every kind of row of a mixture, and quick beside a step.
 NUM_BATCHES = 8
 
 

@@ -1,8 +1,8 @@
-"""Prefix language models: they see a prompt as a whole, and each token of an answer sees only those before it.
+"""Prefix language models: they see a prompt as a whole, and every token of an answer sees only those before it.
 
-The tokens of the two parts are told apart by `token_type_ids`. The processor knows no answer in the row, and would make
-all of it the prefix, in which each token sees the one that it is trained to predict. Without these numbers transformers
-does the same under sdpa, unless the batch has padding.
+`token_type_ids` distinguish the two parts. The processor knows no answer in the row, and would make all of it the
+prefix, in which every token sees the one that it is trained to predict. Without these numbers transformers does the
+same under sdpa, unless the batch has padding.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from honed.worker.assignment import Assignment
 #: Frames per second assumed for a video whose file does not say: most processors sample videos at this rate.
 FRAME_RATE = 2.0
 
-#: Attributes of a processor for each kind; without them, most processors silently ignore such an argument.
+#: Attributes of a processor per kind; without them, most processors silently ignore such an argument.
 _PARTS: dict[Kind, tuple[str, ...]] = {
     "image": ("image_processor",),
     "video": ("video_processor",),
@@ -64,12 +64,12 @@ class Processor:
 
     @property
     def names_by_token(self) -> list[str]:
-        """The tensors that have a number for each token, as far as rows have been processed."""
+        """The tensors that have a number per token, as far as rows have been processed."""
         return [name for name, is_by_token in self._is_by_token.items() if is_by_token]
 
     @functools.cached_property
     def prompt_end(self) -> str:
-        """The text that the processor writes after each text, as the end of a prompt: PaliGemma's a newline."""
+        """The text that the processor writes after every text, as the end of a prompt: PaliGemma's a newline."""
         placeholder = getattr(self.processor, "image_token", None)
         if not isinstance(placeholder, str) or not hasattr(self.processor, "image_processor"):
             return ""
@@ -78,7 +78,7 @@ class Processor:
             self._call(placeholder + _MARK, {"images": [PIL.Image.new("RGB", (64, 64))]}, heard)
         except HonedError:  # its images have other placeholders
             return ""
-        _, mark, end = heard.told[-1][0].rpartition(_MARK) if heard.told else ("", "", "")
+        _, mark, end = heard.tokenized[-1][0].rpartition(_MARK) if heard.tokenized else ("", "", "")
         return end if mark else ""  # another text may come last
 
     def expand(self, text: str, media: Sequence[Media]) -> Expanded:
@@ -94,7 +94,7 @@ class Processor:
         tensors = self._call(text, options, heard)
         self._check_sounds(text, media, options, tensors)
         ids = tensors["input_ids"][0].tolist()
-        expanded = next((said for said, tokens in reversed(heard.told) if tokens == ids), None)
+        expanded = next((said for said, tokens in reversed(heard.tokenized) if tokens == ids), None)
         if expanded is None:
             raise ModelError(
                 f"{type(self.processor).__name__} does not insert an image's tokens before it tokenizes a row, so "
@@ -182,7 +182,7 @@ class _Listener:
 
     def __init__(self, tokenizer: Any, ending: str = "") -> None:
         self._tokenizer, self._ending = tokenizer, ending
-        self.told: list[tuple[str, list[int]]] = []
+        self.tokenized: list[tuple[str, list[int]]] = []
 
     def __call__(self, text: Any = None, *arguments: Any, **options: Any) -> Any:
         if self._ending:
@@ -194,7 +194,7 @@ class _Listener:
         ids = batch["input_ids"]
         rows = ids.tolist() if hasattr(ids, "tolist") else ids
         if isinstance(texts, Sequence) and len(texts) == 1:
-            self.told.append((texts[0], list(rows[0]) if rows and not isinstance(rows[0], int) else list(rows)))
+            self.tokenized.append((texts[0], list(rows[0]) if rows and not isinstance(rows[0], int) else list(rows)))
         return batch
 
     def __getattr__(self, name: str) -> Any:

@@ -193,7 +193,7 @@ class Builder:
 
 
 def _hash(tags: tuple[str, ...]) -> int:
-    """Return a hash of tags that is the same in each process."""
+    """Return a hash of tags that is the same in every process."""
     return int.from_bytes(hashlib.sha256("\n".join(tags).encode()).digest()[:8], "little") if tags else 0
 
 

@@ -1,8 +1,8 @@
-"""Encoded rows in Arrow files, memory-mapped: of a million rows, some numbers of each are held in memory.
+"""Encoded rows in Arrow files, memory-mapped: of a million rows, a few numbers per row are held in memory.
 
     rows/<key>/tokens.arrow     input_ids and labels, as the trainer reads them; beside media `source`; of rows with
                                 several answers, which lie end to end, the tokens of each
-               rows.arrow       each row as it was read, its numbers, and remarks (see record.py)
+               rows.arrow       every row as it was read, its numbers, and remarks (see record.py)
                MANIFEST.json    the sizes and hashes of the two, and what was read to make them
 
 The key is a hash of all that decides what the rows become (see cache.py). An entry is written in `.new`, and renamed
@@ -57,7 +57,7 @@ class Table:
         return int(self._rows.num_rows)
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """Return a number of each row."""
+        """Return a number of every row."""
         return np.concatenate([np.zeros(0, NUMBERS[name]), *(c.to_numpy() for c in self._rows[name].chunks)])
 
     def example(self, place: int) -> Example:
@@ -69,7 +69,7 @@ class Table:
 
     @cached_property
     def remarked(self) -> npt.NDArray[np.bool_]:
-        """True for each row that has a remark."""
+        """True per row that has a remark."""
         chunks = (chunk.is_valid().to_numpy(zero_copy_only=False) for chunk in self._rows["remark"].chunks)
         return np.concatenate([np.zeros(0, bool), *chunks])
 

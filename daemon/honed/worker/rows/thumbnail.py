@@ -16,7 +16,7 @@ from honed.worker.train.prediction import Question
 MAX_SAMPLES, MAX_PICTURES, SIZE = 20, 4, 96
 
 
-def tell(questions: Sequence[Question], events: EventWriter) -> None:
+def emit(questions: Sequence[Question], events: EventWriter) -> None:
     """Send one event with the thumbnails of all examples, if there are any. A broken file has no thumbnail."""
     rows = [
         {"sample_index": index, "thumbnails": [made for item in question.media[:MAX_PICTURES] if (made := _of(item))]}

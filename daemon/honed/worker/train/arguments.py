@@ -59,7 +59,7 @@ def arguments(
             f"training.{unfit[0]}: not supported for rows with {padded}",
             hint="such rows are padded, one per line of the batch; remove the key",
         )
-    settled: dict[str, Any] = {
+    fixed: dict[str, Any] = {
         "output_dir": str(assignment.layout.checkpoints_dir),
         "bf16": precision.bf16,
         "fp16": precision.fp16,
@@ -73,20 +73,20 @@ def arguments(
         "restore_callback_states_from_checkpoint": True,
         "dataset_kwargs": None if needs_preparing and not padded else {"skip_prepare_dataset": True},
     }
-    settled |= _batch(assignment)
+    fixed |= _batch(assignment)
     if is_resumed:
-        settled["eval_on_start"] = False  # the run began in an earlier attempt
+        fixed["eval_on_start"] = False  # the run began in an earlier attempt
     if padded:
-        settled["remove_unused_columns"] = False  # our collator reads more than a model does
+        fixed["remove_unused_columns"] = False  # our collator reads more than a model does
     if "max_seq_length" in (field.name for field in dataclasses.fields(SFTConfig)):
         # Unsloth's own key; without it, Unsloth takes a max_length equal to TRL's default for one that nobody has set.
-        settled["max_seq_length"] = spec.training.max_length
+        fixed["max_seq_length"] = spec.training.max_length
     if not has_eval and (defaults | asked).get("eval_strategy", "no") != "no":
         raise SpecError(
             "training.eval_strategy: there is nothing to evaluate on", hint="set eval_split or eval_datasets"
         )
     try:
-        made = SFTConfig(**{**_promised(), **defaults, **asked, **settled})
+        made = SFTConfig(**{**_promised(), **defaults, **asked, **fixed})
     except (TypeError, ValueError) as error:
         raise SpecError(f"training: {said(error)}", hint=manual.all_keys("honed-job.5")) from error
     if made.world_size > 1 and made.device.type == "cpu":
@@ -121,7 +121,7 @@ def _loss_type(assignment: Assignment, *, pinned: str | None) -> str | None:
 
 
 def _promised() -> dict[str, Any]:
-    """Return each default by name: those of docs/job-spec.md, and TRL's own for the rest.
+    """Return every default by name: those of docs/job-spec.md, and TRL's own for the rest.
 
     Unsloth replaces TRL's SFTConfig by a subclass with other defaults: of learning rate, batch, optimizer, seed.
     """
@@ -135,13 +135,13 @@ def _promised() -> dict[str, Any]:
 
 
 def _saved_as_evaluated(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a checkpoint with each evaluation, so that the best can be restored."""
+    """Return the arguments for a checkpoint with every evaluation, so that the best can be restored."""
     steps = {"save_steps": chosen["eval_steps"]} if chosen.get("eval_steps") is not None else {}
     return {"save_strategy": chosen.get("eval_strategy", "no"), **steps}
 
 
 def changed(assignment: Assignment, args: SFTConfig) -> Iterator[str]:
-    """Yield a warning for each key of the job that the backend changes: its own log mentions them at most."""
+    """Yield a warning for every key of the job that the backend changes: its own log mentions them at most."""
     for name, asked in assignment.spec.training.as_kwargs().items():
         value = getattr(args, name)
         if name in _batch(assignment):  # the plan has reported it

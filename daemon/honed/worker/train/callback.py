@@ -140,5 +140,5 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def is_epoch_end(state: Any) -> bool:
-    """Tell whether the step just done is the last of an epoch, or of the run."""
+    """Return whether the step just done is the last of an epoch, or of the run."""
     return bool(state.epoch == int(state.epoch)) or state.global_step >= state.max_steps

@@ -44,11 +44,11 @@ class Progress:
     is_epoch_end_due: bool = False  #: the work after the last step of an epoch was cut short
     has_ended: bool = False  #: nothing is left to train: the last step, early stopping or the guard ended it
     predicted_step: int | None = None  #: the last step for which predictions were written
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)  #: of each round of predictions, by its step
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  #: of every round of predictions, by its step
     guarded: dict[str, float] = field(default_factory=dict)  #: the guard's measurements, by step
     elapsed_sec: float = 0.0  #: seconds spent, all attempts together
     num_trained_tokens: int = 0
-    data_hashes: dict[str, str] = field(default_factory=dict)  #: sha256 of each data file, as it was read
+    data_hashes: dict[str, str] = field(default_factory=dict)  #: sha256 of every data file, as it was read
     guard_before: float | None = None  #: the guard's metric at step 0
     num_below: int = 0  #: consecutive evaluations with it below the line
     prediction_sec: float = 0.0  #: seconds that predictions have taken
@@ -60,13 +60,13 @@ class Progress:
     num_seen_tokens: int = 0  #: by TRL's count, without padding
     loss_type: str | None = None  #: SFTConfig's, once it was compared with the model's
     num_ranks: int = 1  #: processes that trained together
-    running_losses: list[float] = field(default_factory=list)  #: of each rank, where there are several
-    is_divided: bool = False  #: each rank has written its part, as in parts.py
+    running_losses: list[float] = field(default_factory=list)  #: of every rank, where there are several
+    is_divided: bool = False  #: every rank has written its part, as in parts.py
 
     @classmethod
-    def read(cls, found: dict[str, Any]) -> Progress:
+    def read(cls, document: dict[str, Any]) -> Progress:
         """Read the progress in a manifest; unknown keys of a later version are left out."""
-        return cls(**known(cls, found))
+        return cls(**known(cls, document))
 
 
 @message.carry
@@ -126,16 +126,16 @@ def seal(path: Path, progress: Progress, *, beat: Callable[[], None] = _no_beat)
 
 def put(path: Path, checkpoints_dir: Path) -> Path:
     """Rename a sealed checkpoint into its place: the commit point. It replaces one of the same step."""
-    place = checkpoints_dir / path.name
+    target = checkpoints_dir / path.name
     old = checkpoints_dir / f".{path.name}.old"
-    if place.exists():
+    if target.exists():
         tree.remove(old)
-        place.rename(old)
-    path.rename(place)
+        target.rename(old)
+    path.rename(target)
     durable.sync_dir(checkpoints_dir)
     tree.remove(old)
     tree.remove(checkpoints_dir / _NEW)
-    return place
+    return target
 
 
 def rotate(checkpoints_dir: Path, *, limit: int, keep: set[Path]) -> None:
@@ -167,22 +167,22 @@ def commit(
     try:
         seal(made, progress, beat=beat)
         fence.require_current()
-        place = put(made, checkpoints_dir)
+        target = put(made, checkpoints_dir)
     except BaseException:
         tree.remove(made.parent)  # where the disk is full, the room is needed
         raise
     rotate(checkpoints_dir, limit=limit, keep=keep)
-    return place
+    return target
 
 
 def best_of_newest(checkpoints_dir: Path) -> Path | None:
     """Return the checkpoint that was the best when the newest whole one was made; None if there was none."""
     whole = [path for _, path in _named(checkpoints_dir, _NAME) if (path / MANIFEST).is_file()]
     try:
-        told = json.loads((whole[-1] / REQUIRED).read_bytes())["best_model_checkpoint"] if whole else None
+        best = json.loads((whole[-1] / REQUIRED).read_bytes())["best_model_checkpoint"] if whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return checkpoints_dir / Path(told).name if isinstance(told, str) else None
+    return checkpoints_dir / Path(best).name if isinstance(best, str) else None
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def best_of_newest(checkpoints_dir: Path) -> Path | None:
 def find(checkpoints_dir: Path, *, beat: Callable[[], None] = _no_beat) -> tuple[Checkpoint | None, list[SetAside]]:
     """Return the newest whole checkpoint, and the newer ones that were damaged and have been set aside.
 
-    A checkpoint is whole if each file has the size and the hash in its manifest. `beat` is called while files are read,
+    A checkpoint is whole if all files have the size and the hash in its manifest. `beat` is called between reads,
     and may raise to stop that.
     """
     if not checkpoints_dir.is_dir():
@@ -240,8 +240,8 @@ def _fingerprint(manifest: dict[str, Any]) -> str:
 
 def _named(checkpoints_dir: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
     """Return all entries with such a name, even if they are no directories, by step."""
-    found = ((pattern.fullmatch(path.name), path) for path in checkpoints_dir.iterdir())
-    return sorted((int(match[1]), path) for match, path in found if match)
+    matches = ((pattern.fullmatch(path.name), path) for path in checkpoints_dir.iterdir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def _take_back(checkpoints_dir: Path) -> None:
@@ -258,9 +258,9 @@ def _set_aside(path: Path) -> Path:
     """Rename a checkpoint to an unused `.damaged` name. Raises OSError if the directory cannot be changed."""
     name = f"{path.name}.damaged"
     number = 1
-    while (place := path.with_name(name if number == 1 else f"{name}-{number}")).exists() or place.is_symlink():
+    while (aside := path.with_name(name if number == 1 else f"{name}-{number}")).exists() or aside.is_symlink():
         number += 1
-    return path.rename(place)
+    return path.rename(aside)
 
 
 def _remove(path: Path) -> None:

@@ -1,6 +1,6 @@
 """Check of a directory's files against their sizes and sha256: read in pieces, by a few threads at a time.
 
-A file of one piece has its plain sha256; a larger one a list, one for each piece, so that a single file of many
+A file of one piece has its plain sha256; a larger one a list, one for every piece, so that a single file of many
 gigabytes is read by all threads. hashlib releases Python's lock, so they really run in parallel.
 """
 
@@ -53,7 +53,7 @@ def fault(directory: Path, entries: Mapping[str, Mapping[str, Any]], *, beat: Be
     with ThreadPoolExecutor(_num_threads()) as pool:
         sizes = {name: int(entry["size"]) for name, entry in entries.items()}
         hashes = _hash(pool, directory, sizes, beat)
-    return next((f"{name} was changed" for name, found in hashes.items() if found != entries[name]["sha256"]), None)
+    return next((f"{name} was changed" for name, digest in hashes.items() if digest != entries[name]["sha256"]), None)
 
 
 def _hash(pool: ThreadPoolExecutor, directory: Path, sizes: Mapping[str, int], beat: Beat) -> dict[str, Hash]:
@@ -68,8 +68,8 @@ def _hash(pool: ThreadPoolExecutor, directory: Path, sizes: Mapping[str, int], b
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
-    found = {name: [future.result() for future in futures] for name, futures in pieces.items()}
-    return {name: hashes if len(hashes) > 1 else hashes[0] for name, hashes in found.items()}
+    done = {name: [future.result() for future in futures] for name, futures in pieces.items()}
+    return {name: hashes if len(hashes) > 1 else hashes[0] for name, hashes in done.items()}
 
 
 def _hash_piece(path: Path, start: int) -> str:
@@ -87,10 +87,10 @@ def _hash_piece(path: Path, start: int) -> str:
 
 def _open_size(path: Path) -> int:
     """Return a file's size. Raises OSError unless it is a plain file: a link leads to what others may change."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(f"{path.name} is not a regular file")
-    return found.st_size
+    return status.st_size
 
 
 def _num_threads() -> int:

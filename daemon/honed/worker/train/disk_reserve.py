@@ -28,7 +28,7 @@ _NO_ROOM_WORDS = ("No space left on device", "os error 28)", "Disk quota exceede
 
 
 def is_no_room(error: BaseException) -> bool:
-    """Tell whether an error of any library means that a disk was full."""
+    """Return whether an error of any library means that a disk was full."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in NO_ROOM
     return any(word in str(error) for word in _NO_ROOM_WORDS)
@@ -61,17 +61,17 @@ def size_of(path: Path) -> int:
 
 def free_bytes(path: Path) -> int:
     """Return the free bytes of the file system for users other than root."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
-def make(checkpoints_dir: Path, num_bytes: int, *, keep: set[Path], tell: Callable[[str], None]) -> None:
+def make(checkpoints_dir: Path, num_bytes: int, *, keep: set[Path], log: Callable[[str], None]) -> None:
     """Ensure that so many bytes are free, by removing older checkpoints if necessary. Raises DiskShortError."""
     if free_bytes(checkpoints_dir) >= num_bytes:
         return
     for path in _spare(checkpoints_dir, keep):
         _give_up(path)
-        tell(f"removing {path.name}: the disk is almost full")
+        log(f"removing {path.name}: the disk is almost full")
         if free_bytes(checkpoints_dir) >= num_bytes:
             return
     raise short(checkpoints_dir, num_bytes)
@@ -101,9 +101,8 @@ def _spare(checkpoints_dir: Path, keep: set[Path]) -> list[Path]:
 
 
 def _whole(checkpoints_dir: Path) -> list[Path]:
-    """Return the checkpoints that have a manifest, the oldest first."""
-    found = [path for path in checkpoints_dir.glob("checkpoint-*") if (path / checkpoint.MANIFEST).is_file()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]) if path.name[-1].isdecimal() else -1)
+    paths = [path for path in checkpoints_dir.glob("checkpoint-*") if (path / checkpoint.MANIFEST).is_file()]
+    return sorted(paths, key=lambda path: int(path.name.rpartition("-")[2]) if path.name[-1].isdecimal() else -1)
 
 
 class Reserve:

@@ -4,7 +4,7 @@ Small batches are noisy, a warm-up begins with large gradients, and the loss of 
 an explosion is both at once, several steps in a row: a gradient norm far above its median, and a loss above twice that
 of the last steps and of the first, when the model knew nothing yet. If it knew the first rows by heart, from another
 training, that says little: the loss must also come near that of a guess. A run can also be lost slowly, and the medians
-with it: then the loss ends far above that of a model that cannot tell tokens apart. Steps that a GradScaler has skipped
+with it: then the loss ends far above that of a model that cannot distinguish tokens. Steps that a GradScaler skipped
 change nothing and do not count, unless it skips them all.
 """
 
@@ -29,7 +29,7 @@ LOSS_FACTOR = 2.0
 #: Factor over the loss of a guess among all tokens at which a run is lost, and the share of that loss that an explosion
 #: has to exceed: what is new to a language model is far below.
 GUESS_FACTOR, GUESS_SHARE = 1.5, 0.5
-#: Consecutive steps that a GradScaler may skip: it begins at 2^16 and halves its scale each time.
+#: Consecutive steps that a GradScaler may skip: it begins at 2^16 and halves its scale every time.
 MAX_SKIPPED = 40
 #: Significant digits of the values that are kept, so that a manifest stays short.
 PLACES = 6
@@ -45,7 +45,7 @@ class Kept(TypedDict, total=False):
 
 
 class Divergence:
-    """Check of each step, made once."""
+    """Check of every step, made once."""
 
     def __init__(self, spec: DivergenceSpec, kept: Kept, suspect: str, *, vocab_size: int) -> None:
         """Start the checks. `suspect` names the precision, where it may be to blame; see `suspicion`."""

@@ -54,7 +54,6 @@ class Durable(Saving, Measuring):
     ) -> None:
         """`parts`: the arguments of the other base."""
         self._ranks = ranks
-        self.is_divided = assignment.plan.parallel.mode == "fsdp"
         self._states = []
         self._assignment = assignment
         self._auditor = auditor
@@ -67,10 +66,7 @@ class Durable(Saving, Measuring):
         self._saved_step = resumed_step
         self._callback = callback
         self._resumed_path: str | None = None
-        self._has_best = False
         self._run_dir = None
-        self._is_compensated = assignment.precision.master_weights == "compensated"
-        self._is_adapted = assignment.precision.adapter_dtype is not None
         self._basis = loaded.basis
         if self._is_compensated:
             args = parts["args"]
@@ -99,10 +95,10 @@ class Durable(Saving, Measuring):
     # --- the boundary between two steps -----------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Log, save and evaluate at the end of each step and each epoch: the one place where a run is stopped."""
+        """Log, save and evaluate at the end of every step and every epoch: the one place where a run is stopped."""
         self._progress.is_evaluation_due = self.control.should_evaluate
         if self._sealing.has_ended and not self._sealing.has_failed:
-            self.settle()
+            self.finish_save()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if self.control.should_training_stop:
             return  # finishing is quicker than resuming
@@ -157,8 +153,8 @@ class Durable(Saving, Measuring):
 
     def _prepare_for_training(self, max_steps: Any, dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         if self.is_divided:  # accelerate adds its autocast alone
-            division.settle(self.model)  # the optimizer is to get the parts
-            # The cache of casts would keep a copy of each layer beyond the layer's own pass.
+            division.reshard(self.model)  # the optimizer is to get the parts
+            # The cache of casts would keep a copy of every layer beyond the layer's own pass.
             self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
             self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             self.model._is_accelerate_prepared = True

@@ -2,7 +2,7 @@
 
 transformers and TRL average the means of the batches, in which a token counts more the fewer there are in its batch.
 Batches by length would change that average; so honed's is the mean over all tokens that the model is asked for. Where
-rows have groups (data sets, tags), those of one kind share a batch, and the same pass gives the loss of each group.
+rows have groups (data sets, tags), those of one kind share a batch, and the same pass gives the loss of every group.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Kinds:
     """Rows of an evaluation by their kind: a batch has rows of one, so that its loss counts for the kind's groups."""
 
     groups: Groups
-    codes: npt.NDArray[np.int64]  #: the kind of each row, in the order of the evaluation
+    codes: npt.NDArray[np.int64]  #: the kind of every row, in the order of the evaluation
 
     def batches(self, size: int) -> list[list[int]]:
-        """Return the rows of each batch, the longest first."""
+        """Return the rows of every batch, the longest first."""
         made = []
         for code in dict.fromkeys(self.codes.tolist()):
-            places = np.flatnonzero(self.codes == code).tolist()
-            made += [places[start : start + size] for start in range(0, len(places), size)]
+            indices = np.flatnonzero(self.codes == code).tolist()
+            made += [indices[start : start + size] for start in range(0, len(indices), size)]
         return made
 
 
@@ -113,7 +113,7 @@ class TokenMeans:
         self._every: list[tuple[int, float]] = []  #: tokens and loss of each of them, after `weigh`
 
     def batches(self, size: int) -> list[list[int]] | None:
-        """Return the rows of each batch of this rank; None where any batches of that size will do.
+        """Return the rows of every batch of this rank; None where any batches of that size will do.
 
         The batches are those of one process, dealt to the ranks in turn; the first fills what is missing.
         """
@@ -127,8 +127,8 @@ class TokenMeans:
         """Return how many rows of this rank's next batch are not repeated ones, which come last in it."""
         if self._kinds is None:
             return real_rows(num_rows, size, self.num_batches, self._ranks)
-        place = self.num_batches * self._ranks.world + self._ranks.rank
-        return len(self._batches[place]) if place < len(self._batches) else 0
+        index = self.num_batches * self._ranks.world + self._ranks.rank
+        return len(self._batches[index]) if index < len(self._batches) else 0
 
     def num_measured(self, size: int) -> int:
         """Return the number of rows that all ranks have measured, of an evaluation that ended before its last batch."""
@@ -136,7 +136,7 @@ class TokenMeans:
         return sum(map(len, self._batches[:num])) if self._kinds is not None else num * size
 
     def of_groups(self, name: str) -> dict[str, float]:
-        """Return the loss of each group of rows, under `name/group`, that was measured wholly; after `weigh`."""
+        """Return the loss of every group of rows, under `name/group`, that was measured wholly; after `weigh`."""
         if self._kinds is None:
             return {}
         counted = [
@@ -148,14 +148,14 @@ class TokenMeans:
             for batch in self._batches[len(self._every) :]
             for group in self._kinds.groups.kinds[int(self._kinds.codes[batch[0]])]
         }
-        found = {}
+        losses = {}
         for group in self._kinds.groups.names:
             if group in left:
                 continue
             ours = [(loss, count) for groups, loss, count in counted if group in groups and count]
             if total := sum(count for _, count in ours):
-                found[f"{name}/{group}"] = sum(loss * (count / total) for loss, count in ours)
-        return found
+                losses[f"{name}/{group}"] = sum(loss * (count / total) for loss, count in ours)
+        return losses
 
     def begin(self) -> None:
         self._losses, self._counts, self._every = [], [], []
@@ -173,17 +173,17 @@ class TokenMeans:
         self._losses.append(loss)
 
     def weigh(self, metrics: dict[str, float], name: str, means: dict[str, list[float]]) -> None:
-        """Replace the loss, under its name in `metrics`, and each list of the batches' `means` by means over tokens."""
+        """Replace the loss, under its name in `metrics`, and the lists of the batches' `means` by means over tokens."""
         has_losses = None not in self._losses
         own = [int(count) for count in self._counts], [float(loss) if has_losses else None for loss in self._losses]
-        each = self._ranks.gather(own)
+        gathered = self._ranks.gather(own)
         # By place, rank 0's batch first: TRL's means are of the batches of all ranks at one place.
         every = [
             (count, loss)
-            for place in zip(*(zip(*both, strict=True) for both in each), strict=True)
-            for count, loss in place
+            for batches in zip(*(zip(*both, strict=True) for both in gathered), strict=True)
+            for count, loss in batches
         ]
-        counts = [sum(batch) for batch in zip(*(counts for counts, _ in each), strict=True)]
+        counts = [sum(batch) for batch in zip(*(counts for counts, _ in gathered), strict=True)]
         total = sum(counts)
         if not total or not has_losses:
             return

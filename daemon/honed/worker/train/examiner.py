@@ -107,7 +107,7 @@ class Examiner:
 
     def show(self) -> None:
         """Report the images of the questions."""
-        thumbnail.tell(self._questions, self._events)
+        thumbnail.emit(self._questions, self._events)
 
     def begin(self, model: Any, state: Any) -> None:
         """Measure before the first step. Raises the error that keeps the guard from measuring: the run would fail."""
@@ -117,7 +117,7 @@ class Examiner:
             self._by_zero(lambda: guard.begin(model), model)
 
     def watch(self, model: Any, state: Any) -> bool:
-        """Have the guard measure at an evaluation, and tell whether it ends the training."""
+        """Have the guard measure at an evaluation, and return whether it ends the training."""
         guard = self.guard
         return guard is not None and self._by_zero(lambda: guard.watch(model, state), model)
 
@@ -159,9 +159,9 @@ class Examiner:
             for n, (question, text) in enumerate(zip(self._questions, answers.texts, strict=True))
             if text is not None
         ]
-        asked = [place for place in range(len(answers.texts)) if place not in answers.unasked]
+        asked = [index for index in range(len(answers.texts)) if index not in answers.unasked]
         self.num_answered = len(asked)
-        texts, questions = [answers.texts[place] for place in asked], [self._questions[place] for place in asked]
+        texts, questions = [answers.texts[index] for index in asked], [self._questions[index] for index in asked]
         scores = self._scorer.score(texts, questions, self._metrics)
         self._events.emit(
             "predictions", step=step, epoch=float(epoch), num_failed=answers.num_failed, rows=rows, scores=scores
@@ -210,27 +210,27 @@ class Examiner:
     def _remark(self, state: Any, figures: dict[str, float]) -> str:
         if worse := self._worse(figures) if self.guard is None else []:
             self._events.emit("worse", found=worse)
-            said = f"worse than it began: {', '.join(worse)}"
-            self._log("warning", f"the model ended {said}; with a guard: the job would fail")
-            return said
+            remark = f"worse than it began: {', '.join(worse)}"
+            self._log("warning", f"the model ended {remark}; with a guard: the job would fail")
+            return remark
         training = self._spec.training
         if training.loss_type == "dft":
             return ""  # this loss rises before it falls
-        told = [
+        losses = [
             learning.Told(entry["step"], entry["loss"], entry.get("epoch") or 0.0)
             for entry in state.log_history
             if isinstance(entry.get("loss"), int | float)
         ]
         is_ordered = training.train_sampling_strategy == "sequential"
         before, after = self._progress.figures_before.get("eval_loss"), figures.get("eval_loss")
-        if said := learning.remark(told, before, after, is_ordered=is_ordered):
-            self._log("warning", f"{said}; check the learning rate, the trained tokens and the predictions")
-        return said
+        if remark := learning.remark(losses, before, after, is_ordered=is_ordered):
+            self._log("warning", f"{remark}; check the learning rate, the trained tokens and the predictions")
+        return remark
 
     def _worse(self, figures: dict[str, float]) -> list[str]:
         """Describe scores that fell by more than one answer, which chance may do, and an evaluation loss that rose."""
         before = self._progress.figures_before
-        found = [
+        remarks = [
             f"{name} rose from {loss:.3f} to {figures[name]:.3f}"
             for name, loss in before.items()
             if name.partition("/")[0] == "eval_loss" and figures.get(name, 0.0) > loss * (1 + LOSS_TOLERANCE)
@@ -243,5 +243,5 @@ class Examiner:
             asked = [question for question in self._questions if not group or group in question.groups]
             then, now = before[name], figures.get(f"{metric_names.PREFIX}{name}")
             if now is not None and then - now > 1 / max(len(asked), 1) + 1e-9:
-                found.append(f"{name} fell from {then:.3f} to {now:.3f}")
-        return found
+                remarks.append(f"{name} fell from {then:.3f} to {now:.3f}")
+        return remarks

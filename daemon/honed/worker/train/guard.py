@@ -17,28 +17,28 @@ from honed.worker.train.prediction import Answers, Predictor, Question
 
 
 class Scorer:
-    """Scores of answers. Each fault of a metric is logged once."""
+    """Scores of answers. Every fault of a metric is logged once."""
 
     def __init__(self, log: Callable[[str, str], None]) -> None:
         self._log = log
         self._told: set[str] = set()
 
     def score(self, texts: list[str | None], questions: list[Question], metrics: list[Metric]) -> dict[str, float]:
-        """Return the scores of all answers, and under `name/group` those of each group of rows."""
+        """Return the scores of all answers, and under `name/group` those of every group of rows."""
         figures = self._score(texts, questions, metrics)
         for group in sorted(frozenset[str]().union(*(question.groups for question in questions))):
-            ours = [place for place, question in enumerate(questions) if group in question.groups]
-            some = self._score([texts[place] for place in ours], [questions[place] for place in ours], metrics)
+            ours = [index for index, question in enumerate(questions) if group in question.groups]
+            some = self._score([texts[index] for index in ours], [questions[index] for index in ours], metrics)
             names = [metric.name for metric in metrics if metric.name in some]
             figures |= {f"{name}/{group}": some[name] for name in names}
         return figures
 
     def _score(self, texts: list[str | None], questions: list[Question], metrics: list[Metric]) -> dict[str, float]:
-        found = score.score(texts, [question.ground_truth for question in questions], metrics)
-        for fault in set(found.faults) - self._told:
+        scores = score.score(texts, [question.ground_truth for question in questions], metrics)
+        for fault in set(scores.faults) - self._told:
             self._told.add(fault)
             self._log("warning", fault)
-        return found.figures
+        return scores.figures
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Guard:
             raise self._unmeasured
 
     def watch(self, model: Any, state: Any) -> bool:
-        """Measure at an evaluation, and tell whether the guard ends the training."""
+        """Measure at an evaluation, and return whether the guard ends the training."""
         guard, before = self.spec, self.progress.guard_before
         if guard.patience is None or before is None or state.global_step == 0:
             return False

@@ -40,7 +40,7 @@ MAX_MEDIA_TOKENS = 4096
 FLOORS = {"float32": 1e-3, "bfloat16": 2e-3, "float16": 2e-3}
 #: Standard deviations of that rounding that are tolerated.
 NUM_DEVIATIONS = 4
-#: Repetitions of the logits where the two differ: some kernels sum in another order at each call.
+#: Repetitions of the logits where the two differ: some kernels sum in another order at every call.
 NUM_REPEATS = 3
 
 Log = Callable[[str, str], None]
@@ -92,35 +92,20 @@ def check(
     Afterwards the trained loss is in `progress`: a resumed run trains the same.
     """
     taken = str(trainer.args.loss_type)
-    found = _compare(trainer, data, job, log)
-    if isinstance(found, Comparison) and not found.agrees:
-        _settle(
-            f"the training loss ({taken}) is not the model's: {found.words}",
-            trainer,
-            data,
-            job,
-            plain,
-            is_resumed=is_resumed,
-            log=log,
-        )
-    elif isinstance(found, Exception):
+    result = _compare(trainer, data, job, log)
+    problem = ""
+    if isinstance(result, Exception):
+        error = f"{type(result).__name__}: {said(result)}"
         if taken == "chunked_nll" and _may_choose(job) and not is_resumed:
-            _settle(
-                f"the training loss ({taken}) fails on this model: {type(found).__name__}: {said(found)}",
-                trainer,
-                data,
-                job,
-                plain,
-                is_resumed=is_resumed,
-                log=log,
-            )
+            problem = f"the training loss ({taken}) fails on this model: {error}"
         else:
-            log(
-                "warning",
-                f"the loss could not be compared with the model's logits: {type(found).__name__}: {said(found)}",
-            )
-    elif found is not None:
-        log("debug", f"the loss ({taken}) matches the model's: {found.words}")
+            log("warning", f"the loss could not be compared with the model's logits: {error}")
+    elif result is not None and result.agrees:
+        log("debug", f"the loss ({taken}) matches the model's: {result.words}")
+    elif result is not None:
+        problem = f"the training loss ({taken}) is not the model's: {result.words}"
+    if problem:
+        _resolve(problem, trainer, data, job, plain, is_resumed=is_resumed, log=log)
     progress.loss_type = trainer.args.loss_type
 
 
@@ -128,7 +113,7 @@ def _may_choose(job: Assignment) -> bool:
     return job.spec.training.loss_type is None and not job.spec.training.use_liger_kernel
 
 
-def _settle(
+def _resolve(
     problem: str, trainer: Any, data: Data, job: Assignment, plain: PlainLoss, *, is_resumed: bool, log: Log
 ) -> None:
     """Handle a difference: use the plain loss, warn, or raise LossError."""
@@ -150,9 +135,9 @@ def _settle(
             hint="use a smaller per_device_train_batch_size or max_length; or training.loss_type: nll, which tries it",
         )
     plain.take(trainer)
-    found = _compare(trainer, data, job, log)
-    if isinstance(found, Comparison) and not found.agrees:
-        raise LossError(f"neither loss matches the model's: {problem}; with nll {found.words}", hint=_hint(job, "nll"))
+    result = _compare(trainer, data, job, log)
+    if isinstance(result, Comparison) and not result.agrees:
+        raise LossError(f"neither loss matches the model's: {problem}; with nll {result.words}", hint=_hint(job, "nll"))
     log("warning", f"{problem}; using the plain loss (nll) instead")
 
 
@@ -230,11 +215,11 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
 
             def spread() -> float:
                 """Return by how much the model's own loss differs from call to call."""
-                found = [expected]
+                measured = [expected]
                 for _ in range(NUM_REPEATS):
                     again = model(**seen, use_cache=False).logits[0, :-1][is_trained].float()
-                    found.append(_expected(again, targets, trainer, computing_dtype(trainer, job))[0])
-                return max(found) - min(found)
+                    measured.append(_expected(again, targets, trainer, computing_dtype(trainer, job))[0])
+                return max(measured) - min(measured)
 
             try:
                 # The trainer multiplies the loss by the number of processes, and divides by the tokens of all of them.
@@ -242,9 +227,9 @@ def _compare(trainer: Any, data: Data, job: Assignment, log: Log) -> Comparison 
                 num_processes = trainer.accelerator.num_processes if is_averaged else 1
                 # As if the step had as many tokens again in another batch: a mean over the batch's own ignores them.
                 count = torch.tensor(2 * num_tokens * num_processes, device=labels.device)
-                found = float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=count))
-                is_own_mean = abs(found - expected) <= tolerance
-                trained = found if is_own_mean else 2 * found
+                measured = float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=count))
+                is_own_mean = abs(measured - expected) <= tolerance
+                trained = measured if is_own_mean else 2 * measured
             except Exception as error:
                 if is_out_of_memory(error) or trainer.accelerator.num_processes > 1:
                     raise
@@ -271,25 +256,25 @@ def _expected(logits: torch.Tensor, targets: torch.Tensor, trainer: Any, dtype: 
     """Compute the job's loss in float32 from the logits at trained positions, and the tolerance for their rounding."""
     scores = torch.log_softmax(logits, dim=-1)
     chosen = scores.gather(-1, targets[:, None])[:, 0]
-    each = -chosen
+    per_token = -chosen
     if trainer.args.loss_type == "dft":
-        each = each * chosen.exp()
+        per_token = per_token * chosen.exp()
     smoothing = trainer.args.label_smoothing_factor or 0.0
     if smoothing:
-        each = (1 - smoothing) * each - smoothing * scores.mean(dim=-1)
+        per_token = (1 - smoothing) * per_token - smoothing * scores.mean(dim=-1)
     # Logits are rounded on the way, each to half a unit of its last place, more than once where they are scaled.
     rounding = torch.finfo(getattr(torch, dtype)).eps * logits.abs().amax(dim=-1)
     count = len(targets)
     tolerance = (
         FLOORS[dtype] + NUM_DEVIATIONS * float(rounding.square().sum().sqrt()) / count + float(rounding.square().mean())
     )
-    return float(each.mean()), tolerance
+    return float(per_token.mean()), tolerance
 
 
 def _slice(trainer: Any, data: Data) -> dict[str, Any] | None:
     """Return a slice of a row of text, or the shortest row with media, as trainer input; None if that is too long."""
     rows = data.train.dataset
-    is_text = [place == -1 for place in rows["source"]] if data.media is not None else None
+    is_text = [source == -1 for source in rows["source"]] if data.media is not None else None
     lengths = data.train.lengths
     if is_text is not None and not any(is_text):
         shortest = int(lengths.argmin())

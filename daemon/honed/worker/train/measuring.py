@@ -50,16 +50,16 @@ class Measuring(transformers.Trainer):
             num_real = self._means.num_real(len(self.eval_dataset), self.args.eval_batch_size)
             inputs["labels"][num_real:] = IGNORED  # the others are rows that accelerate repeats
         self._means.count(inputs["labels"])
-        found = super().prediction_step(model, inputs, *args, **kwargs)
-        self._means.add(found[0])
-        return found
+        outputs = super().prediction_step(model, inputs, *args, **kwargs)
+        self._means.add(outputs[0])
+        return outputs
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, with means over all tokens, whatever the batches."""
         self._means.begin()
         is_averaged = self.args.average_tokens_across_devices
         if self._ranks.are_several:
-            self.args.average_tokens_across_devices = False  # each batch's loss is its own mean, as it is weighed below
+            self.args.average_tokens_across_devices = False  # a batch's loss is its own mean, as it is weighed below
         try:
             output = super().evaluation_loop(*args, **kwargs)
         finally:
@@ -95,7 +95,7 @@ class Measuring(transformers.Trainer):
         return prepare_data_loader(own, device, num_processes=1, process_index=0, put_on_device=True)
 
     def _may_judge(self, metrics: dict[str, float]) -> bool:
-        """Tell whether an evaluation judges the model: not if it goes by answers that failed, without a score."""
+        """Return whether an evaluation judges the model: not if it goes by answers that failed, without a score."""
         asked = self._assignment.spec.predictions
         is_by_answers = metric_names.chooser(self.args.metric_for_best_model) and asked.sample_frequency == "eval"
         has_scores = any(name.startswith(f"eval_{metric_names.PREFIX}") for name in metrics)

@@ -21,7 +21,7 @@ import torch
 
 from honed.spec.optimizer import EIGHT_BIT, SLICE_ELEMENTS
 
-#: Elements for each scale of bitsandbytes' 8-bit states.
+#: Elements for every scale of bitsandbytes' 8-bit states.
 BLOCK_OPTIMIZER = 256
 #: The name of the remainder in the state of a parameter.
 REMAINDER = "remainder"
@@ -71,7 +71,6 @@ def _slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def _put(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Write a master into a weight and its remainder."""
     high, low = part(master)
     weight.copy_(high)
     remainder.copy_(low)
@@ -171,10 +170,10 @@ def eight_bit() -> type[torch.optim.Optimizer]:
             if REMAINDER not in state:
                 state[REMAINDER] = torch.zeros_like(p.data, dtype=torch.int16)
             alike = (p.data, p.grad, state[REMAINDER], state["state1"], state["state2"])
-            for place, (weight, gradient, remainder, *states) in enumerate(_slices(*alike)):
+            for index, (weight, gradient, remainder, *states) in enumerate(_slices(*alike)):
                 of_slice = {**state, "state1": states[0], "state2": states[1]}
                 if "absmax1" in state and weight.numel() < p.numel():
-                    first = place * SLICE_ELEMENTS // BLOCK_OPTIMIZER
+                    first = index * SLICE_ELEMENTS // BLOCK_OPTIMIZER
                     blocks = slice(first, first + SLICE_ELEMENTS // BLOCK_OPTIMIZER)
                     of_slice |= {name: state[name][blocks] for name in ("absmax1", "absmax2")}
                 master = join(weight, remainder)

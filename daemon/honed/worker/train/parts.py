@@ -1,10 +1,10 @@
-"""A checkpoint of a divided model: each rank writes and reads its own part, and nothing is gathered.
+"""A checkpoint of a divided model: every rank writes and reads its own part, and nothing is gathered.
 
     checkpoint-N/part-<rank>-of-<world>.pt    parts of the trained weights, with digests of them as they were in memory,
                                               and of the optimizer's states
 
 The parts of one tensor, in the order of the ranks, are the tensor. So a run with another number of ranks reads all
-files and takes its own part of each tensor.
+files and takes its own part of every tensor.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _NAME = re.compile(r"part-(\d+)-of-(\d+)\.pt")
 
 def write(directory: Path, model: Any, optimizer: Any, ranks: Ranks) -> None:
     """Write this rank's part of a checkpoint, and sync it."""
-    division.settle(model)
+    division.reshard(model)
     state = optimizer.state_dict()
-    found = {
+    part = {
         "weights": {name: division.part_of(weight.detach()).cpu() for name, weight in _kept(model)},
         "buffers": {name: buffer.cpu() for name, buffer in published.buffers(model)},
         "groups": state["param_groups"],
@@ -42,16 +42,16 @@ def write(directory: Path, model: Any, optimizer: Any, ranks: Ranks) -> None:
             for number, one in state["state"].items()
         },
     }
-    found["digests"] = {kind: tensorfile.digests(found[kind]) for kind in ("weights", "buffers")}
+    part["digests"] = {kind: tensorfile.digests(part[kind]) for kind in ("weights", "buffers")}
     path = directory / f"part-{ranks.rank}-of-{ranks.world}.pt"
-    torch.save(found, path)
+    torch.save(part, path)
     durable.sync_file(path)
 
 
 def load_weights(directory: Path, model: Any, ranks: Ranks) -> None:
     """Load the trained weights of a checkpoint. Raises PrecisionError for one of another dtype, and ModelError, naming
     the tensors, for one that is not what was written, or that is of another model."""
-    division.settle(model)
+    division.reshard(model)
     pieces = _read(directory, ranks)
     kept, buffers = dict(_kept(model)), dict(published.buffers(model))
     _check(directory, pieces, {"weights": set(kept), "buffers": set(buffers)})
@@ -70,16 +70,16 @@ def _check(directory: Path, pieces: list[dict[str, Any]], held: dict[str, set[st
             tensorfile.compare(directory.name, piece["digests"][kind], piece[kind], hint=hint)
 
 
-def _put(directory: Path, name: str, tensor: Any, found: Any) -> None:
+def _put(directory: Path, name: str, tensor: Any, saved: Any) -> None:
     part = division.part_of(tensor.detach())
-    if found.dtype != part.dtype:
+    if saved.dtype != part.dtype:
         raise PrecisionError(
-            f"{directory.name} has {name} in {found.dtype}, but it is trained in {part.dtype}",
+            f"{directory.name} has {name} in {saved.dtype}, but it is trained in {part.dtype}",
             hint="submit the job again: it begins from its base model",
         )
-    if found.shape == part.shape:
-        part.copy_(found)
-    if found.shape != part.shape or not tensorfile.is_same(division.part_of(tensor.detach()), found):
+    if saved.shape == part.shape:
+        part.copy_(saved)
+    if saved.shape != part.shape or not tensorfile.is_same(division.part_of(tensor.detach()), saved):
         raise ModelError(f"{directory.name}: after loading, {name} differs", hint=weights.hint(directory))
 
 
@@ -99,19 +99,19 @@ def load_optimizer(directory: Path, optimizer: Any, ranks: Ranks) -> None:
     optimizer.load_state_dict({"state": states, "param_groups": pieces[0]["groups"]})
 
 
-def _state(found: list[Any], weight: Any, ranks: Ranks) -> Any:
+def _state(parts: list[Any], weight: Any, ranks: Ranks) -> Any:
     """Return one state of one weight: as divided as the weight if it has its shape."""
-    first = found[0]
+    first = parts[0]
     if not torch.is_tensor(first) or first.dim() != weight.dim():
         return first
-    return division.as_whole(weight, _taken(found, weight, ranks))
+    return division.as_whole(weight, _taken(parts, weight, ranks))
 
 
-def _taken(found: list[Any], weight: Any, ranks: Ranks) -> Any:
+def _taken(parts: list[Any], weight: Any, ranks: Ranks) -> Any:
     """Return this rank's part of a tensor from its parts in a checkpoint: one, if there are as many as ranks."""
-    if len(found) == 1:
-        return found[0]
-    whole = torch.cat(found)
+    if len(parts) == 1:
+        return parts[0]
+    whole = torch.cat(parts)
     size = math.ceil(weight.shape[0] / ranks.world)
     return whole[ranks.rank * size : (ranks.rank + 1) * size]
 

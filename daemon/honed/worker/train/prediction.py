@@ -78,17 +78,17 @@ def choose(
     evenly: bool = False,
 ) -> list[Question]:
     """Choose the same examples for the whole life of a job, in every attempt: of `group` if one is named, and with
-    `evenly` as many of each data set, as far as it has them.
+    `evenly` as many of every data set, as far as it has them.
     """
     among = groups.places(group) if groups is not None and group else range(len(examples))
-    places = random.Random(seed).sample(among, min(num_samples, len(among)))
+    indices = random.Random(seed).sample(among, min(num_samples, len(among)))
     if evenly and groups is not None and len(groups.datasets) > 1:
         by_dataset: dict[int, list[int]] = {}
-        for place in random.Random(seed).sample(among, len(among)):
-            by_dataset.setdefault(int(groups.numbers[place]), []).append(place)
-        turns = (place for turn in itertools.zip_longest(*by_dataset.values()) for place in turn if place is not None)
-        places = list(itertools.islice(turns, num_samples))
-    asked = [examples[place] for place in sorted(places)]
+        for index in random.Random(seed).sample(among, len(among)):
+            by_dataset.setdefault(int(groups.numbers[index]), []).append(index)
+        turns = (index for turn in itertools.zip_longest(*by_dataset.values()) for index in turn if index is not None)
+        indices = list(itertools.islice(turns, num_samples))
+    asked = [examples[index] for index in sorted(indices)]
     return [
         replace(_question(example, chat), groups=groups.of(example) if groups is not None else frozenset())
         for example in asked
@@ -143,7 +143,7 @@ class Computing:
         import torch
 
         if self._matched_dtype is not None:
-            # The cache would keep a copy of each layer of a divided model beyond its own pass.
+            # The cache would keep a copy of every layer of a divided model beyond its own pass.
             kept = not division.is_divided(model)
             return torch.autocast(model.device.type, getattr(torch, self._matched_dtype), cache_enabled=kept)
         takes_half = self.precision.attn_implementation == "flash_attention_2"
@@ -223,7 +223,7 @@ def _room(model: Any, max_new_tokens: int) -> int:
 
 @dataclass
 class Faults:
-    """Failures of predictions: the first of all is reported, the first of each round is kept."""
+    """Failures of predictions: the first of all is reported, the first of every round is kept."""
 
     warn: Callable[[str], None]
     may_match: bool  #: training has an autocast that predictions do not use
@@ -239,7 +239,7 @@ class Faults:
         """Note the dtypes of a batch that is about to be answered."""
         self._input_dtypes = {name: str(value.dtype) for name, value in inputs.items() if hasattr(value, "dtype")}
 
-    def tell(self, model: Any, error: Exception) -> None:
+    def report(self, model: Any, error: Exception) -> None:
         import torch
 
         if self._has_warned:
@@ -301,8 +301,6 @@ class Predictor:
         #: True if the base model's own generation settings apply.
         self._is_bases = settings == "base"
         self._batch_size = batch_size
-        #: False if each question is asked alone: padding would change it.
-        self.asks_several = batch_size != 1
         #: True if the next attempt takes smaller batches where memory runs out in one.
         self._has_ladder = has_ladder
         self._sample = sample
@@ -320,6 +318,15 @@ class Predictor:
         self._stop = stop
         self._generating: dict[str, Any] = {}  #: further arguments of `generate`
 
+    @property
+    def asks_several(self) -> bool:
+        """False if questions are asked one at a time."""
+        return self._batch_size != 1
+
+    def ask_singly(self) -> None:
+        """Ask questions one at a time from now on: padding would change it."""
+        self._batch_size = 1
+
     def ask(self, model: Any, questions: Sequence[Question]) -> Answers:
         """Answer every question, with None for an answer that failed.
 
@@ -334,34 +341,33 @@ class Predictor:
         with self._stop.phase("predict"), self._computing_as_saved(model):
             has_media = any(question.media for question in questions)
             size = self._batch_size or (MEDIA_PREDICTION_BATCH_SIZE if has_media else PREDICTION_BATCH_SIZE)
-            size = size if self.asks_several else 1
             order = list(range(len(questions)))
             if len(order) > size:  # the longest first: if memory runs out, then at once
-                order.sort(key=lambda place: questions[place].length, reverse=True)
+                order.sort(key=lambda index: questions[index].length, reverse=True)
             unasked = frozenset[int]()
             for start in range(0, len(order), size):
                 if self._is_over():
                     unasked = frozenset(order[start:])
                     break
-                if self._sample is not None or self._is_bases:  # by position: samples are the same in each round
+                if self._sample is not None or self._is_bases:  # by position: samples are the same in every round
                     torch.manual_seed((self._sample.seed if self._sample is not None else 0) + start)
-                places = order[start : start + size]
-                answers = self._ask_batch(model, [questions[place] for place in places])
-                for place, text in zip(places, answers, strict=True):
-                    texts[place] = text
+                indices = order[start : start + size]
+                answers = self._ask_batch(model, [questions[index] for index in indices])
+                for index, text in zip(indices, answers, strict=True):
+                    texts[index] = text
         return Answers(texts, self._faults.first, unasked)
 
     @contextlib.contextmanager
     def _computing_as_saved(self, model: Any) -> Iterator[None]:
         import torch
 
-        settled = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
+        neutral = contextlib.nullcontext() if self._is_bases else generation.neutral(model)
         saved = cast.as_saved(model, self._computing.precision, self.rule, self.optimizer())
-        with undisturbed(model), torch.no_grad(), saved, self._computing.autocast(model), settled:
+        with undisturbed(model), torch.no_grad(), saved, self._computing.autocast(model), neutral:
             yield
 
     def first_logits(self, model: Any, questions: Sequence[Question]) -> Any:
-        """Return the logits of the two likeliest first tokens of each answer, in float32."""
+        """Return the logits of the two likeliest first tokens of every answer, in float32."""
         import torch
         from transformers import GenerationConfig
 
@@ -388,10 +394,10 @@ class Predictor:
         try:
             return self._generate(model, questions)
         except Exception as error:  # whatever it is, it must not cost the run
-            # Single questions would work, too, but only after the same batch has failed in each round of the run.
+            # Single questions would work, too, but only after the same batch has failed in every round of the run.
             if self._has_ladder and len(questions) > 1 and is_out_of_memory(error):
                 raise
-            self._faults.tell(model, error)
+            self._faults.report(model, error)
             if len(questions) == 1:
                 self._faults.keep(error)
                 return [None]

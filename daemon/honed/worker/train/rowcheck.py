@@ -61,7 +61,7 @@ def check(trainer: Any, predictor: Predictor, data: Data, job: Assignment, *, ra
     limit = _limit(model.config.to_dict())
     is_wide = limit is not None and data.longest > limit
     try:
-        found = _ask(trainer, predictor, job)
+        changed = _ask(trainer, predictor, job)
     except LossError:
         raise
     except Exception as error:
@@ -71,10 +71,10 @@ def check(trainer: Any, predictor: Predictor, data: Data, job: Assignment, *, ra
         if is_out_of_memory(error) and torch.cuda.is_available():
             torch.cuda.empty_cache()
         log("warning", f"whether padding changes a row could not be checked: {type(error).__name__}: {said(error)}")
-        found = Found()
-    is_right, is_left = ranks.agree(found.right is not None or is_wide, found.left is not None or is_wide)
+        changed = Found()
+    is_right, is_left = ranks.agree(changed.right is not None or is_wide, changed.left is not None or is_wide)
     if is_right and _pads(trainer):
-        why = f"a batch of more than {limit} tokens" if found.right is None else "padding on the right"
+        why = f"a batch of more than {limit} tokens" if changed.right is None else "padding on the right"
         size = trainer.args.per_device_train_batch_size
         trainer.take_singly()
         log(
@@ -84,13 +84,13 @@ def check(trainer: Any, predictor: Predictor, data: Data, job: Assignment, *, ra
             "the same rows and the same gradient",
         )
     if is_left and predictor.asks_several:
-        why = f"a batch of more than {limit} tokens" if found.left is None else "padding on the left"
-        predictor.asks_several = False
+        why = f"a batch of more than {limit} tokens" if changed.left is None else "padding on the left"
+        predictor.ask_singly()
         log("info", f"{why} changes a row in this model: predictions are made one at a time")
 
 
 def _pads(trainer: Any) -> bool:
-    """Tell whether rows are padded: neither alone, nor packed or flattened into one."""
+    """Return whether rows are padded: neither alone, nor packed or flattened into one."""
     args = trainer.args
     is_several = max(args.per_device_train_batch_size, args.per_device_eval_batch_size) > 1
     return is_several and not (args.packing or args.padding_free)
@@ -120,7 +120,7 @@ def _ask(trainer: Any, predictor: Predictor, job: Assignment) -> Found:
         alone = _logits(model, [short, changed], pad_id)
 
         def noise() -> float:
-            """Return what differs between two calls with the same rows: some kernels sum in another order each time."""
+            """Return what differs between two calls with the same rows: the order of some kernels' sums varies."""
             return 3 * _distance(alone, _logits(model, [short, changed], pad_id))
 
         seen = _distance(alone[0, :-1], alone[1, :-1])

@@ -1,5 +1,5 @@
 """Checkpoints that are whole: written beside their place, then sealed and renamed during the next steps. One is
-restored only if each tensor is what was saved."""
+restored only if every tensor is what was saved."""
 
 from __future__ import annotations
 
@@ -39,34 +39,44 @@ class Saving(transformers.Trainer):
     """A trainer's checkpoints; the attributes are those of the trainer that it is a part of (durable.py)."""
 
     control: Any
-    is_divided: bool
     _assignment: Assignment
     _auditor: Auditor
     _basis: Any  #: of an adapter (basis.py)
     _callback: RunCallback
     _events: EventWriter
-    _has_best: bool
-    _is_adapted: bool
-    _is_compensated: bool
+    _has_best: bool = False  #: the model is that of the best checkpoint
     _limit: TimeLimit
     _progress: Progress
     _ranks: Ranks
     _run_dir: Path | None  #: where a checkpoint is written
     _saved_step: int | None  #: of the last checkpoint in its place
     _sealing: Sealing
-    _states: list[dict[str, Any]]  #: of each rank, for the checkpoint that is being written
+    _states: list[dict[str, Any]]  #: of every rank, for the checkpoint that is being written
     _stop: Stop
+
+    @property
+    def is_divided(self) -> bool:
+        """True if every rank has a part of every weight."""
+        return self._assignment.plan.parallel.mode == "fsdp"
+
+    @property
+    def _is_adapted(self) -> bool:
+        return self._assignment.precision.adapter_dtype is not None
+
+    @property
+    def _is_compensated(self) -> bool:
+        return self._assignment.precision.master_weights == "compensated"
 
     def save(self) -> None:
         """Save a checkpoint of the step just done, unless there is one, and wait until it is in place."""
-        self.settle()
+        self.finish_save()
         step = self.state.global_step
         if self._ranks.broadcast(bool(step and self._saved_step != step)):
             self._save_checkpoint(self.model, None)
-            self.settle()
+            self.finish_save()
         self._ranks.barrier()
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Wait until the last checkpoint is in place. Raises the error for which it is not."""
         if (sealed := self._sealing.wait()) is not None:
             self._saved_step = sealed.step
@@ -119,7 +129,7 @@ class Saving(transformers.Trainer):
             self.args.save_strategy = strategy
 
     def begin_parts(self) -> None:
-        """Make the directory of a checkpoint to which each rank adds its part."""
+        """Make the directory of a checkpoint to which every rank adds its part."""
         checkpoints_dir = self._assignment.layout.checkpoints_dir
         self._run_dir = checkpoint.new_dir(checkpoints_dir)
         checkpoint.place_of_new(checkpoints_dir, self.state.global_step).mkdir()
@@ -168,7 +178,7 @@ class Saving(transformers.Trainer):
         self.current_flos = 0
 
     def gather_states(self) -> None:
-        """Take each rank's part of the next checkpoint, which rank 0 writes."""
+        """Take every rank's part of the next checkpoint, which rank 0 writes."""
         if self._ranks.are_several:
             self._states = self._ranks.gather({"random": _random_state(), "running_loss": float(self._tr_loss)})
 
@@ -222,7 +232,7 @@ class Saving(transformers.Trainer):
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint if it is whole: it may be older than those that a resume has checked."""
-        self.settle()
+        self.finish_save()
         self._ranks.barrier()
         path = Path(str(self.state.best_model_checkpoint))
         if (why := checkpoint.read(path, beat=self._stop.beat)[1]) != "":
@@ -237,7 +247,6 @@ class Saving(transformers.Trainer):
         self._has_best = True
 
     def _keep_figures(self) -> None:
-        """Keep the figures since the last log in the checkpoint's progress."""
         self._progress.running_loss = float(self._tr_loss)
         self._progress.logged_step = self._globalstep_last_logged
         figures = self._metrics["train"].items()

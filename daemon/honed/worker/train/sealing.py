@@ -77,7 +77,7 @@ class Sealing:
 
     @property
     def is_idle(self) -> bool:
-        """True if the outcome of each checkpoint has been taken."""
+        """True if the outcome of every checkpoint has been taken."""
         return self._work is None
 
     @property

@@ -6,9 +6,9 @@ models are passed the step's number of tokens, and need no help. Two kinds of lo
 - Some classes take the mean over a batch's own tokens (`accepts_loss_kwargs = False`: qwen2_5_vl, qwen3_vl, …).
   transformers averages these means. Here each counts by its tokens.
 - A mixture of experts adds a loss for unbalanced routing, computed from the tokens of one forward pass. transformers
-  adds it once for each batch of a step, so that it grows with accumulation. Here each counts by its tokens, padding
+  adds it once for every batch of a step, so that it grows with accumulation. Here each counts by its tokens, padding
   left out, and the sum is one such loss. It is not exactly that of the undivided batch: which experts are overloaded is
-  judged in each forward pass by itself.
+  judged in every forward pass by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shares:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._own: list[tuple[int, int]] = []  #: of this rank's batches: the tokens that are trained, and all
-        self._every: list[tuple[int, int]] = []  #: the same of all ranks' batches at each place
+        self._every: list[tuple[int, int]] = []  #: the same of all ranks' batches at every position
         self._place = -1
         self._excess: Any = 0.0  #: by how much the present batch's loss, as computed, is more than is trained
 
@@ -65,7 +65,7 @@ class Shares:
     def weigh_balance(self, balance: Any, weight: float, scaler: Any) -> None:
         """Have the loss for unbalanced routing count by `weight` in the backward pass.
 
-        Its coefficient has another name in each family. But its gradient is the coefficient, times everything by which
+        Its coefficient has another name in every family. But its gradient is the coefficient, times everything by which
         the trainer multiplies the loss; `scaler` does so after the loss is reported.
         """
         value = balance.detach()
@@ -81,7 +81,7 @@ class Shares:
         """Return the loss of the present batch as it was trained."""
         return loss - self._excess
 
-    def settle(self, metrics: Mapping[str, list[float]], lengths: Mapping[str, int]) -> None:
+    def weigh(self, metrics: Mapping[str, list[float]], lengths: Mapping[str, int]) -> None:
         """Weigh the metrics that the present batch has added, beyond the `lengths` that they had before."""
         for kind, names in enumerate((_TOKEN_MEANS, ("aux_loss",))):
             total = sum(counts[kind] for counts in self._every)

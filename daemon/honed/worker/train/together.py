@@ -1,6 +1,6 @@
-"""Predictions of a divided model, for which every rank has to make each forward pass.
+"""Predictions of a divided model, for which every rank has to make every forward pass.
 
-    rank 0     chooses, asks, scores and reports, as for any model ──► broadcasts each round's questions
+    rank 0     chooses, asks, scores and reports, as for any model ──► broadcasts every round's questions
     the rest   answer the same questions in the same batches, and drop the answers
 
 All stop at the same batch, and generate until the last rank has ended its answers. A batch that fails on one rank

@@ -38,15 +38,13 @@ class _Before:
     def reset(self, trainer: Any) -> list[str]:
         """Restore arguments. Return what was done."""
         changed = {
-            name: found for name, value in self._arguments.items() if (found := getattr(trainer.args, name)) != value
+            name: now for name, value in self._arguments.items() if (now := getattr(trainer.args, name)) != value
         }
         for name in changed:
             setattr(trainer.args, name, self._arguments[name])
         if changed.keys() & {"bf16_full_eval", "fp16_full_eval"} and not trainer.is_model_parallel:
             trainer._move_model_to_device(trainer.model, trainer.args.device)  # it was postponed under these flags
-        return [
-            f"the trainer had set {name} to {found}, now {self._arguments[name]}" for name, found in changed.items()
-        ]
+        return [f"the trainer had set {name} to {now}, now {self._arguments[name]}" for name, now in changed.items()]
 
     def restore(self, model: Any) -> list[str]:
         """Restore the values of adapters. Return what was done.
@@ -126,7 +124,7 @@ class Trainer(Durable, SFTTrainer):
         shares, metrics = self._shares, self._metrics["train"]
         lengths = {name: len(values) for name, values in metrics.items()}
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        shares.settle(metrics, lengths)
+        shares.weigh(metrics, lengths)
         if not (self.model_accepts_loss_kwargs or self.compute_loss_func):  # the mean over the batch's own tokens
             factor = shares.weight(0)
             loss = loss * factor
@@ -151,7 +149,6 @@ class WatchedTrainer(Watched, Trainer):
 
 
 def _held_out(data: Data, args: SFTConfig) -> Any:
-    """Return the rows to evaluate on, in the order in which they are batched."""
     if data.held_out is None:
         return None
     return by_length(data.held_out, args)

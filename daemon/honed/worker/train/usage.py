@@ -30,7 +30,7 @@ class Usage(TrainerCallback):
     def built(self, model: Any) -> None:
         """Measure the model and its adapter, once they are built."""
         self.held |= _model_bytes(model)
-        self._tell("built")
+        self._emit("built")
 
     def on_pre_optimizer_step(self, _args: Any, _state: Any, _control: Any, **kwargs: Any) -> None:
         if "gradient_bytes" not in self.held:
@@ -45,15 +45,15 @@ class Usage(TrainerCallback):
     def trained(self, model: Any) -> dict[str, int]:
         """Measure at the end of training. Return all measurements, peaks included."""
         self.held |= _model_bytes(model) | peaks()
-        self._tell("trained")
+        self._emit("trained")
         return self.held
 
-    def _tell(self, when: str) -> None:
+    def _emit(self, when: str) -> None:
         self._events.emit("memory", when=when, **self.held)
 
 
 def _model_bytes(model: Any) -> dict[str, int]:
-    division.settle(model)
+    division.reshard(model)
     weights: list[Any] = [buffer for _, buffer in model.named_buffers()]
     adapter: list[Any] = []
     for name, parameter in model.named_parameters():
@@ -87,7 +87,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def num_bytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of the storages behind tensors, each counted once; those on the meta device hold nothing.
+    """Return the bytes of the storages behind tensors, counted once; those on the meta device hold nothing.
 
     Of a divided tensor, this rank's part counts.
     """
@@ -101,10 +101,10 @@ def num_bytes(tensors: Iterable[Any]) -> int:
 
 def peaks() -> dict[str, int]:
     """Return the peak memory: as torch allocated it on the GPU, and this process's resident memory."""
-    found = {"resident_peak_bytes": _resident_peak()}
+    peaks_by_name = {"resident_peak_bytes": _resident_peak()}
     if torch.cuda.is_available():
-        found["device_peak_bytes"] = torch.cuda.max_memory_allocated()
-    return found
+        peaks_by_name["device_peak_bytes"] = torch.cuda.max_memory_allocated()
+    return peaks_by_name
 
 
 def _resident_peak(status_path: Path = Path("/proc/self/status")) -> int:

@@ -39,7 +39,7 @@ class Watched(Durable):
             "training.gradient_accumulation_steps" in adjustment.changes for adjustment in assignment.adjustments
         )
         if is_divided and not self.model_accepts_loss_kwargs:
-            self._tell(
+            self._warn(
                 f"{model_type} averages its loss per batch: the parts of a divided batch count the same, regardless "
                 "of their number of tokens"
             )
@@ -93,7 +93,7 @@ class Watched(Durable):
 
     def save(self) -> None:
         if self._divergence.is_suspicious:
-            self.settle()
+            self.finish_save()
             return  # the last checkpoint is better
         if self._stop.left_sec is not None and self._sealing.step not in {None, self.state.global_step}:
             # This step's checkpoint needs its own time; an earlier one is given up rather than this one.
@@ -101,7 +101,7 @@ class Watched(Durable):
                 self._sealing.hurry(self._stop.left_sec - self._write_sec)
         super().save()
 
-    def settle(self) -> None:
+    def finish_save(self) -> None:
         """Wait until the last checkpoint is in place; if it found no room, save this step's in its stead.
 
         A run that may be lost is left without, unless this step is the best, whose checkpoint nothing postpones.
@@ -109,21 +109,21 @@ class Watched(Durable):
         if not self._sealing.is_idle:
             with self._stop.phase("save"):
                 if self._ranks.are_several:
-                    super().settle()  # another would need a part of each rank
+                    super().finish_save()  # another would need a part of every rank
                     return
-                while not self._settled() and (self._is_best or not self._divergence.is_suspicious):
+                while not self._could_save() and (self._is_best or not self._divergence.is_suspicious):
                     self.check_weights()
                     self._write(self.model, None)
 
-    def let_go(self) -> None:
+    def finish_after_error(self) -> None:
         """Wait for the last checkpoint at the end of a run that another error has ended: this one is only logged."""
         if self._sealing.is_idle:
             return
         self._wait_for_seal()
         try:
-            super().settle()
+            super().finish_save()
         except Exception as problem:  # noqa: BLE001 - the other error is raised
-            self._tell(f"the last checkpoint could not be written: {said(problem)}")
+            self._warn(f"the last checkpoint could not be written: {said(problem)}")
 
     def _wait_for_seal(self) -> None:
         """Wait for the last checkpoint, in a phase whose rhythm is the disk's and not that of writing."""
@@ -131,11 +131,11 @@ class Watched(Durable):
             with self._stop.phase("seal"):
                 self._sealing.join()
 
-    def _settled(self) -> bool:
+    def _could_save(self) -> bool:
         """Wait for the last checkpoint. Return False if it found no room; then there is room now."""
         self._wait_for_seal()
         try:
-            super().settle()
+            super().finish_save()
         except Exception as problem:  # noqa: BLE001 - raised again unless room helps
             self._make_room(problem)
             return False
@@ -149,16 +149,16 @@ class Watched(Durable):
             if self.is_divided:
                 self._save_parts(model, trial)
             elif self._ranks.is_zero:
-                self._settled()
+                self._could_save()
                 began = time.monotonic()
                 self._write(model, trial)
                 self._write_sec = time.monotonic() - began
-                while self._is_best and not self._settled():  # no later step can stand in for the best one
+                while self._is_best and not self._could_save():  # no later step can stand in for the best one
                     self._write(model, trial)
             self.state.best_model_checkpoint = self._ranks.broadcast(self.state.best_model_checkpoint)
 
     def _save_parts(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint of which each rank has a part: all begin again while one finds no room for its own.
+        """Write a checkpoint of which every rank has a part: all begin again while one finds no room for its own.
 
         Raises DiskShortError on all ranks, with none of it left.
         """
@@ -166,7 +166,7 @@ class Watched(Durable):
         made = checkpoint.place_of_new(self._assignment.layout.checkpoints_dir, self.state.global_step)
 
         def begin() -> None:
-            self._settled()
+            self._could_save()
             self._reserve()
             self.begin_parts()
 
@@ -189,7 +189,9 @@ class Watched(Durable):
                 problems = [failed_on_zero]
             if problems:
                 self._ranks.by_zero(functools.partial(self._give_up_parts, made, problems[0]))
-            elif not self._is_best or self._ranks.by_zero(self._settled):  # no later step can stand in for the best one
+            elif not self._is_best or self._ranks.by_zero(
+                self._could_save
+            ):  # no later step can stand in for the best one
                 break
         self._write_sec = time.monotonic() - began
 
@@ -225,7 +227,7 @@ class Watched(Durable):
         is_whole = self._assignment.precision.adapter_dtype is None
         written = disk_reserve.written_bytes(self.model, self.optimizer, is_whole=is_whole)
         self._needed_bytes = disk_reserve.needed_bytes(checkpoints_dir, written)
-        disk_reserve.make(checkpoints_dir, self._needed_bytes, keep=self._needed(), tell=self._tell)
+        disk_reserve.make(checkpoints_dir, self._needed_bytes, keep=self._needed(), log=self._warn)
 
     def _make_room(self, problem: Exception) -> None:
         """Make room after a checkpoint found none; raise any other problem, and DiskShortError if there is none.
@@ -238,15 +240,15 @@ class Watched(Durable):
         is_full = isinstance(problem, RuntimeError) and left < max(self._needed_bytes, disk_reserve.SPARE_BYTES)
         if not (is_full or disk_reserve.is_no_room(problem)):
             raise problem
-        self._tell(f"a checkpoint could not be written: {problem}")
+        self._warn(f"a checkpoint could not be written: {problem}")
         # Others write there, too, or the checkpoint is larger than the last one.
         num_bytes = max(self._needed_bytes, disk_reserve.free_bytes(checkpoints_dir)) + disk_reserve.SPARE_BYTES
         if self._is_short:
             raise disk_reserve.short(checkpoints_dir, num_bytes) from problem
         self._is_short = True
-        disk_reserve.make(checkpoints_dir, num_bytes, keep=self._needed(), tell=self._tell)
+        disk_reserve.make(checkpoints_dir, num_bytes, keep=self._needed(), log=self._warn)
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         self._events.log("warning", text)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -62,7 +62,7 @@ def hint(directory: Path) -> str:
 
 def _write_file(path: Path, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Write a file of tensors; return their digests, taken of the same bytes meanwhile."""
-    # Larger elements first, so that each tensor lies at a multiple of its element's size.
+    # Larger elements first, so that every tensor lies at a multiple of its element's size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
