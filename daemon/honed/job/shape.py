@@ -201,7 +201,7 @@ class MemoryShown(TypedDict):
 
 
 class SlurmRow(TypedDict):
-    """An attempt's job on a Slurm cluster, as Slurm last told."""
+    """An attempt's job on a Slurm cluster, as Slurm last reported."""
 
     name: str
     id: str
