@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import itertools
 import json
 import logging
 import math
+import os
 import sqlite3
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -74,6 +77,8 @@ PUT_JOB = (
 #: Evaluations from a step on of which the first in time is found: only a resume repeats or adds any. And those that are
 #: passed over for it, because their loss was no number.
 MAX_REPEATED, MAX_WITHOUT = 16, 1000
+#: Errors of stat(2) where there is no file.
+GONE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 #: The highest integer of SQLite.
 MAX_INTEGER = 2**63 - 1
 #: Milliseconds that the daemon's own connection waits for a lock once it is open, and its loop with it. What could not
@@ -158,8 +163,38 @@ class _Files:
     def are_replaced(self) -> bool:
         return self._identities() != self._opened
 
+    def make_way(self) -> None:
+        """Move aside what is there instead of a file, or remove the journal of a database that is gone."""
+        if obstacle := self._obstacle:
+            self.set_aside(obstacle)
+        elif not self._path.exists():
+            self.remove_journal()
+
+    def remove(self) -> None:
+        """Remove somebody else's file, perhaps without its journal; an obstacle stays."""
+        if not self._obstacle:
+            self._path.unlink(missing_ok=True)
+        self.remove_journal()
+
+    @property
+    def _obstacle(self) -> str:
+        """What is there instead of a file, or a link to one; empty if nothing is."""
+        try:
+            mode = self._path.stat().st_mode
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            return os.strerror(error.errno) if error.errno == errno.ELOOP else ""
+        if stat.S_ISREG(mode):
+            return ""
+        return "a directory, not a file" if stat.S_ISDIR(mode) else "not a regular file"
+
     def set_aside(self, why: str) -> None:
         aside = self._path.with_name(self._path.name + ".damaged")
+        if aside.is_dir() or self._path.is_dir():  # one cannot replace the other
+            more = (aside.with_name(f"{aside.name}-{number}") for number in itertools.count(2))
+            names = itertools.chain((aside,), more)
+            aside = next(each for each in names if not os.path.lexists(each))
         log.error("%s: %s; moved to %s and rebuilt", self._path, why, aside.name, extra=about(message=DATABASE_DAMAGED))
         self.remove_journal()
         self._path.rename(aside)
@@ -174,7 +209,9 @@ class _Files:
         for suffix in ("", "-wal"):
             try:
                 info = self._path.with_name(self._path.name + suffix).stat()
-            except FileNotFoundError:
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
                 found.append(None)
             else:
                 found.append((info.st_dev, info.st_ino))
@@ -199,8 +236,7 @@ class Database:
         self._db = self._open_or_begin()
 
     def _open_or_begin(self) -> sqlite3.Connection:
-        if not self.path.exists():
-            self._files.remove_journal()  # left by a database that is gone
+        self._files.make_way()
         try:
             return self._open()
         except sqlite3.DatabaseError as error:
@@ -243,8 +279,7 @@ class Database:
             self._files.set_aside("damaged while honed was running")
         else:
             log.warning("%s was removed or replaced; rebuilding it", self.path)
-            self.path.unlink(missing_ok=True)  # somebody else's file, perhaps without its journal
-            self._files.remove_journal()
+            self._files.remove()
         self._db = self._open_or_begin()
         with contextlib.suppress(sqlite3.Error):
             old.close()
@@ -562,10 +597,10 @@ def _version(db: sqlite3.Connection, path: Path) -> int:
 
 
 class Reader:
-    """Reader of a database that a daemon may be writing; a missing database reads as empty."""
+    """Reader of a database that a daemon may be writing; where there is no such file, it reads as empty."""
 
     def __init__(self, path: Path) -> None:
-        self._db = connect_read_only(path) if path.exists() else None
+        self._db = connect_read_only(path) if path.is_file() else None  # a named pipe would hold us up for ever
         with contextlib.suppress(sqlite3.DatabaseError):  # damaged or just being created: reads as empty
             if self._db is not None:
                 _version(self._db, path)

@@ -192,15 +192,12 @@ def _switches(template: str) -> list[str]:
 
 
 def _trains_inside(example: Example) -> bool:
-    """Return True if a trained turn is not the row's last message."""
     return any(i + 1 < len(example.messages) for i in example.trained_turns)
 
 
 def _calls_together(example: Example) -> bool:
-    """Return True if a trained turn has more than one call."""
     return any(len(example.messages[i].get("tool_calls") or []) > 1 for i in example.trained_turns)
 
 
 def _quoted(text: str | None) -> str:
-    """Quote words of a template or a tokenizer."""
     return quote.mark(repr(text))
