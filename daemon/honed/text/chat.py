@@ -9,7 +9,7 @@ where a turn lies, so rendering locates it:
 
 Where the shorter renderings are prefixes of the whole one, they give the turn. Where they are not (a template that
 omits earlier reasoning, or treats the last turn specially), every message is found in the whole conversation by
-rendering it again with only that message replaced by a mark. A turn that cannot be located is an error of that row, never
+rendering it again with only that message replaced by a mark. A turn that is not located is an error of the row, never
 a guess.
 
 The tokenizer is an argument; neither torch nor transformers is imported here.

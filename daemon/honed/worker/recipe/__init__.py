@@ -1,4 +1,4 @@
-"""What a run of every kind of job does, one file a kind, read top to bottom: sft, evaluate, merge. A kind's recipe has its name.
+"""What a run of every kind of job does, one file of its name a kind, read top to bottom: sft, evaluate, merge.
 
     base.py       the run, as every recipe sees it: its stages, its gate, and its result so far
     start.py      the checkpoint of an earlier attempt, the libraries and the rows
