@@ -24,7 +24,7 @@ from honed.text.tokens import Tokens
 
 #: Names in a template that are tried as arguments.
 MAX_SWITCHES = 12
-#: Advice where nothing more specific was found.
+#: Advice where there is nothing more specific.
 _ADVICE: dict[Kind, str] = {
     "reasoning": "use a template that shows it (`chat_template:`), or remove it from the rows",
     "answer": "some templates show either a turn's text or its calls: put each in its own turn",
