@@ -31,7 +31,7 @@ from typing import NoReturn
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CHECKOUT / "daemon"))
 
-from honed.system.environment import copy_metrics, run_told, running_from, tell  # noqa: E402
+from honed.system.environment import copy_metrics, run_shown, running_from, say  # noqa: E402
 
 #: The programs that people call.
 PROGRAMS = ("honed", "honectl", "honed-send", "honed-web")
@@ -260,7 +260,7 @@ class Installer:
         at = self._at(version_dir)
         at.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PYTHON": str(self._python(None))}
-        if status := run_told([CHECKOUT / "scripts/setup", "--into", at], environment=environment):
+        if status := run_shown([CHECKOUT / "scripts/setup", "--into", at], environment=environment):
             fail(
                 f"{version_dir}: its packages could not be installed (exit status {status}); see the lines above",
                 "fix that and run the install again, or take packages from an environment with --environment",
@@ -434,7 +434,7 @@ class Installer:
         return self._destdir / path.relative_to("/")
 
     def _say(self, text: str) -> None:
-        tell(f"install: {text}")
+        say(f"install: {text}")
 
     def _run(self, *command: str | Path, may_fail: bool = False) -> None:
         self._say(" ".join(map(str, command)))

@@ -29,7 +29,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CHECKOUT / "scripts"))
 
-from install import PROGRAMS, STAMP, Installer, Places, fail, run_told, tell  # noqa: E402
+from install import PROGRAMS, STAMP, Installer, Places, fail, run_shown, say  # noqa: E402
 
 LIB = Path("/usr/lib/honed")
 SCRIPTS = ("config", "preinst", "postinst", "prerm", "postrm")
@@ -99,7 +99,7 @@ class Package:
                 packages,
             ]
             command += ["--constraint", CHECKOUT / "constraints.txt", *self._project["dependencies"]]
-            if status := run_told(command, environment=os.environ):
+            if status := run_shown(command, environment=os.environ):
                 fail(f"pip ended with {status}: see the lines above", "PIP_INDEX_URL and PIP_FIND_LINKS name sources")
         # Programs of other packages; they name the scratch directory.
         shutil.rmtree(packages / "bin")
@@ -202,10 +202,10 @@ def main() -> None:
         package.fill()
         options.output.mkdir(parents=True, exist_ok=True)
         target = options.output / f"honed_{package.version}_{architecture()}.deb"
-        tell(f"package: {target}")
+        say(f"package: {target}")
         environment = {**os.environ, "SOURCE_DATE_EPOCH": str(package.epoch())}
         command = ["dpkg-deb", "--build", "--root-owner-group", root, target]
-        if run_told(command, environment=environment):
+        if run_shown(command, environment=environment):
             fail("dpkg-deb failed: see the lines above", "free disk space, or choose another --output")
 
 

@@ -19,4 +19,4 @@ def refused(kind: type[E], words: str) -> Iterator[pytest.ExceptionInfo[E]]:
     """Like `pytest.raises(kind, match=words)`, for the message with its quotes."""
     with pytest.raises(kind) as caught:
         yield caught
-    assert re.search(words, caught.value.told), caught.value.told
+    assert re.search(words, caught.value.shown), caught.value.shown

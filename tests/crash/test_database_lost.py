@@ -9,7 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,6 +144,82 @@ def test_a_damaged_database_is_made_again_with_the_same_rows(instance: Instance,
     instance.stop()
     assert dump(path) == before
     assert path.with_name("honed.db.damaged").exists() or damage is empty
+
+
+def make_dir(path: Path) -> None:
+    path.mkdir()
+    (path / "inner").write_text("somebody's")
+
+
+def link_to_a_text(path: Path) -> None:
+    path.with_name("text").write_text("somebody's")
+    path.symlink_to("text")
+
+
+def link_to_nothing(path: Path) -> None:
+    path.symlink_to("nothing")
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+#: What can be in the place of honed.db, and what the log says of it where it is moved.
+OBSTACLES = {
+    make_dir: "a directory, not a file",
+    os.mkfifo: "not a regular file",
+    link_to_itself: "Too many levels of symbolic links",
+    link_to_a_text: "",
+    link_to_nothing: "",
+}
+
+
+@pytest.mark.parametrize("is_up", [True, False], ids=["up", "down"])
+@pytest.mark.parametrize(("make", "words"), OBSTACLES.items(), ids=[each.__name__ for each in OBSTACLES])
+def test_what_is_no_database_in_its_place_neither_stops_honed_nor_costs_a_row(
+    instance: Instance, make: Callable[[Path], None], words: str, is_up: bool
+) -> None:
+    instance.start()
+    instance.drop("report-3", backend="transformers")
+    instance.wait_state("report-3", State.SUCCEEDED)
+    path = instance.layout.database_path
+    wait_for(lambda: {row[2] for row in rows_of(path)["jobs"]} == {"succeeded"}, what="the row")
+    before = dump(path)
+    if not is_up:
+        instance.stop()
+    for each in files_of(path):
+        each.unlink(missing_ok=True)
+    make(path)
+    if not is_up:
+        instance.start()
+    wait_for(lambda: path.is_file() and before["metrics"] <= rows_of(path)["metrics"], what="the rows")
+    instance.drop("report-2", backend="transformers")
+    instance.wait_state("report-2", State.SUCCEEDED)
+    instance.stop()
+    after = dump(path)
+    assert {table: rows - after[table] for table, rows in before.items() if rows - after[table]} == {}
+    assert "an error in the daemon's loop" not in instance.log  # a report that is being made may meet it
+    aside = path.with_name("honed.db.damaged")
+    if words:
+        assert f"{words}; moved to {aside.name} and rebuilt" in instance.log
+        assert os.path.lexists(aside)
+    if make is make_dir:
+        assert (aside / "inner").read_text() == "somebody's"
+    if make is link_to_a_text:
+        assert path.with_name("text").read_text() == "somebody's"
+
+
+def test_a_second_directory_replaces_nothing_that_was_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "honed.db"
+    for _ in range(3):
+        make_dir(path)
+        Database(path).close()
+        path.unlink()
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "honed.db.damaged",
+        "honed.db.damaged-2",
+        "honed.db.damaged-3",
+    ]
 
 
 def test_damage_that_is_met_while_honed_runs_is_noticed_and_mended(tmp_path: Path) -> None:
@@ -318,3 +394,10 @@ def test_events_are_read_up_to_where_the_loop_goes_on(tmp_path: Path) -> None:
     reading = event.read(PersonPath.own(path), 0, end=end)
     assert (len(reading.events), reading.offset) == (2, end)
     assert event.read(PersonPath.own(path), end, end=end).events == []
+
+
+def test_a_reader_takes_a_named_pipe_for_no_database(tmp_path: Path) -> None:
+    """Opening it would wait for a writer, for ever."""
+    os.mkfifo(tmp_path / "honed.db")
+    with contextlib.closing(Reader(tmp_path / "honed.db")) as reader:
+        assert reader.progress([1]) == {}

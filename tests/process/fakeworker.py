@@ -111,7 +111,7 @@ def main() -> int:
     name = plan["job"]["name"].split(".")[0]
     faulthandler.enable()
     pulse = Pulse(path=attempt.pulse_path)
-    events = EventWriter(attempt.events_path, tell=pulse.report)
+    events = EventWriter(attempt.events_path, on_event=pulse.report)
     asked: list[int] = []
     signal.signal(signal.SIGTERM, signal.SIG_IGN if name.startswith("deaf") else lambda *_: asked.append(1))
     print("the libraries chatter")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,7 +84,11 @@ def test_a_kind_is_an_entry_a_recipe_and_a_form_of_rows(copied: ColdInstance) ->
     assert copied.wait(deadline_sec=1000) == 0, copied.account()
     assert "preference needs `prompt`, `chosen` and `rejected`" in copied.rejected()["other.json"], copied.account()
 
-    shown = copied.show("prefer")
+    honectl = [sys.executable, "-m", "honed.cli.honectl", "--root", str(copied.root)]
+    answer = subprocess.run(
+        [*honectl, "show", "prefer", "--json"], env=copied.environment, capture_output=True, text=True, check=True
+    )
+    shown = json.loads(answer.stdout)
     layout = copied.layout.job(shown["id"])
     assert shown["state"] == "succeeded", layout.attempt(1).log_path.read_text()[-3000:]
     events = event.read(PersonPath.own(layout.attempt(1).events_path), 0).events

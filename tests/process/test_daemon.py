@@ -302,7 +302,12 @@ def test_a_retry_that_is_due_and_cannot_start_does_not_spin(instance: Instance) 
     wait_for(lambda: "retrying in" in instance.log, what="the delay")
     instance.client.ask("pause")
     instance.drop("succeed-1.other")
-    time.sleep(4.0)  # the delay is over now
+
+    def reason() -> str:
+        waiting_for = instance.client.ask("show", id="crash")["waiting_for"]
+        return str(waiting_for["reason"]) if waiting_for else ""
+
+    wait_for(lambda: reason() == "paused", what="the end of the delay")
     assert instance.process is not None
 
     def cpu_sec() -> float:

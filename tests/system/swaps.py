@@ -322,7 +322,7 @@ class Subject:
             asked = Asked(self._layout, self._config, self._device, uid=self._uid, progress=self.moments.pass_one)
             self._preflight.check(Path("spec.json"), asked, json.dumps(job_of(name, swap, path)).encode())
         except HonedError as error:
-            return f"{error.code}: {error.told}"
+            return f"{error.code}: {error.shown}"
         return "in order"
 
     def _work(self, name: str, swap: str, path: Path) -> str:

@@ -252,9 +252,9 @@ def test_root_and_those_who_cannot_have_jobs_there_are_told_so(running: Machine)
 
 def test_doctor_tells_whether_the_helper_is_there_and_tries_a_node_as_a_person(running: Machine) -> None:
     code = (
-        "from pathlib import Path; from honed.cli import cluster; from honed.spec import config; "
-        "from honed.system.layout import Layout; each = Layout(Path('/')); "
-        "print(*cluster.findings(each, config.load(each)), sep='\\n')"
+        "from pathlib import Path; from honed.run import choice; from honed.spec import config; "
+        "from honed.system.layout import Layout; root = Layout(Path('/')); "
+        "print(*choice.findings(root, config.load(root)), sep='\\n')"
     )
     environment = {"SLURM_CONF": SLURM_CONF}
     told = running.run(PYTHON, "-c", code, user="anna", environment=environment)
@@ -262,7 +262,7 @@ def test_doctor_tells_whether_the_helper_is_there_and_tries_a_node_as_a_person(r
     assert "nodes are not tried" in running.run(PYTHON, "-c", code, environment=environment)
     running.run("systemctl", "stop", "honed-slurm.socket")
     told = running.run(PYTHON, "-c", code, environment=environment)
-    assert told.startswith("('error', \"this instance is shared")
+    assert told.startswith("('Slurm', 'error', \"this instance is shared")
 
 
 class Forged:

@@ -72,7 +72,7 @@ REASONS = {
         "system/clock.py": "boot_id",
         "system/device.py": "_cpu_name system_memory",
         "system/door.py": "Door._keep_spare",
-        "system/environment.py": "running_from tell",
+        "system/environment.py": "running_from say",
         "system/holder.py": "Holders._read",
         "system/installed.py": "_module_names _sources base_prefix known_model_types unshifted_model_types",
         "system/journal.py": "Journal._send_sealed",

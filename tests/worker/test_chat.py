@@ -405,7 +405,7 @@ def test_one_bad_row_is_counted_beside_the_good_ones() -> None:
     chat.encode(rows[0])
     with pytest.raises(DatasetError) as caught:
         chat.encode(rows[1])
-    assert "must alternate" in caught.value.told
+    assert "must alternate" in caught.value.shown
     chat.encode(rows[2])
 
 

@@ -471,7 +471,7 @@ def test_a_token_that_occurs_and_has_no_embedding_is_refused_before_the_first_st
     tokenizer.save_pretrained(found.base)
     with pytest.raises(ModelError) as raised:
         found.accept()
-    assert "<extra39>" in raised.value.told
+    assert "<extra39>" in raised.value.shown
     ended = job.run()  # the tokenizer has changed since its check
     assert ended.result["error"]["code"] == "model_invalid"
     assert "<extra39>" in ended.result["error"]["evidence"]

@@ -8,6 +8,7 @@ import struct
 import sys
 import wave
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndByte
 
 import warm
 from honed.inputs import basemodel, modality
-from honed.job.plan_file import PlanFile
+from honed.job.plan_file import Checkpoint, Parallel, PlanFile
 from honed.plan import parameter, precision
 from honed.spec import jobfile
 from honed.system.device import cpu
@@ -232,7 +233,9 @@ def loaded(base: Path, quantization: str = "none", **lora: Any) -> tuple[Any, An
         }
     )
     choices = precision.decide(spec, basemodel.inspect(base), cpu())
-    job: Any = SimpleNamespace(spec=spec, precision=choices, base_model_path=base, plan=PlanFile({}), seed=0)
+    stored = Checkpoint(0, 0, "", {}, 0, None, (), None, has_chat_template=True, has_vision=True, is_pickled=False)
+    plan = PlanFile({"parallel": asdict(Parallel()), "checkpoint": asdict(stored)})
+    job: Any = SimpleNamespace(spec=spec, precision=choices, base_model_path=base, plan=plan, seed=0)
     model = transformers_backend.load_base(job, load_config(job))
     load.freeze(model, job)
     return transformers_backend.attach_adapter(model, job), job

@@ -196,7 +196,7 @@ def test_a_mask_from_a_count_without_the_images_is_found(family_of: Any, picture
     with pytest.raises(MaskError) as caught:
         family.chat.check_trained(encoded.input_ids, labels, example, placeholder_ids=family.placeholder_ids)
     for token in tokens:
-        assert repr(family.chat.tokens.decode([token])) in caught.value.told
+        assert repr(family.chat.tokens.decode([token])) in caught.value.shown
 
 
 def test_each_kind_of_media_has_its_place_in_a_row_of_several(

@@ -155,7 +155,7 @@ def test_an_expression_that_matches_nothing_is_refused_with_names_near_it(grafte
 
     with pytest.raises(SpecError, match=r"parts\.vision: no module ") as raised:
         check(parts={"vision": "retinna"})
-    assert "'retinna'" in raised.value.told
+    assert "'retinna'" in raised.value.shown
     assert "retina" in raised.value.hint
     with pytest.raises(SpecError, match="known to belong to its projector part"):
         check(train_parts=["projector"])

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from honed.check import rehearsal as checks
-from honed.job.plan_file import PlanFile
+from honed.job.plan_file import Checkpoint, PlanFile
 from honed.run import rehearsed
 from honed.spec.config import Config
 from honed.spec.spec import JobSpec
@@ -24,6 +24,7 @@ from zoo.paligemma import build_paligemma
 from zoo.vision import build_vision_checkpoint, write_pictures
 
 ADAPTER = {"load_dtype": "bfloat16", "compute_dtype": None, "bf16": True, "fp16": False, "adapter_dtype": "float32"}
+CHECKPOINT = asdict(Checkpoint(0, 0, "", {}, 0, None, (), None, False, False, False))
 REST = {"quantization": "none", "attn_implementation": "eager", "reasons": {}}
 
 
@@ -59,7 +60,7 @@ def _assignment(place: Path, document: dict[str, Any]) -> Assignment:
     if spec.lora is None:
         precision |= {"load_dtype": "float32", "bf16": "dtype" in document, "adapter_dtype": None}
     plan = {"precision": precision, "base_model_path": str(place / "model"), "parallel": {"mode": "none"}}
-    return rehearsal._assignment(spec.model_dump(mode="json"), {**plan, "checkpoint": {}}, place)
+    return rehearsal._assignment(spec.model_dump(mode="json"), {**plan, "checkpoint": CHECKPOINT}, place)
 
 
 REFUSED = {
@@ -210,7 +211,8 @@ def test_the_program_answers_within_its_limits_or_the_job_is_not_refused(
     class Planned:
         def as_dict(self) -> dict[str, Any]:
             precision, model = {**ADAPTER, **REST}, str(tmp_path / "model")
-            return {"precision": precision, "base_model_path": model, "parallel": {"mode": "none"}, "checkpoint": {}}
+            plan = {"precision": precision, "base_model_path": model, "parallel": {"mode": "none"}}
+            return {**plan, "checkpoint": CHECKPOINT}
 
     spec = job(tmp_path, "granitemoe").spec
     config = Config.model_validate({"spool": {"rehearsal_cpu_sec": 1}})

@@ -186,7 +186,7 @@ def test_what_another_backend_would_meet_too_is_not_unsloths_fault() -> None:
             raise problem
     with pytest.raises(BackendError) as raised, UnslothBackend().building():
         raise TypeError("x")
-    assert raised.value.told.endswith("TypeError: x")
+    assert raised.value.shown.endswith("TypeError: x")
     assert raised.value.message.endswith("TypeError: …")  # it has seen rows, and may quote them
 
 

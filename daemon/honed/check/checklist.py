@@ -37,7 +37,7 @@ from honed.system.device import Device
 from honed.system.error import EnvironmentInvalidError, MemoryShortError, SpecError
 from honed.system.layout import Layout
 
-#: Called with the name of each stage as it is entered.
+#: Called with the name of every stage as it is entered.
 Progress = Callable[[str], None]
 
 
@@ -297,21 +297,21 @@ def _devices(job_spec: JobSpec, config: Config, given: Device | None) -> list[De
         return [device.cpu()]
     if given:
         return [given]
-    found = devices(config, job_spec.resources.profile)
+    there = devices(config, job_spec.resources.profile)
     if (asked := clustercheck.profile(job_spec, config)) is not None:
         clustercheck.require_gpus(job_spec, asked)
-        return found[:1]
-    gpus = device.alike([item for item in found if item.kind == "cuda"])
+        return there[:1]
+    gpus = device.alike([item for item in there if item.kind == "cuda"])
     parallel.check_devices(job_spec, max(map(len, gpus), default=0), sum(map(len, gpus)))
     if job_spec.resources.gpus <= 1:
-        return found
+        return there
     # Each set of GPUs that are alike has its smallest one for all.
     return [min(item, key=lambda one: one.total_bytes) for item in gpus if len(item) >= job_spec.resources.gpus]
 
 
 def _num_like(target: Device, job_spec: JobSpec, config: Config) -> int:
-    found = devices(config, job_spec.resources.profile) if target.kind == "cuda" else []
-    return sum(device.are_alike(item, target) for item in found) or 1
+    there = devices(config, job_spec.resources.profile) if target.kind == "cuda" else []
+    return sum(device.are_alike(item, target) for item in there) or 1
 
 
 def _first_that_fits(candidates: list[Device], fitting: Callable[[Device], Plan]) -> Plan:
@@ -345,7 +345,7 @@ def _check_policy(job_spec: JobSpec, config: Config) -> None:
 
 
 def _of_itself(job_spec: JobSpec) -> list[str]:
-    """Return a warning for each key that names the job's own name, which means an earlier job of that name."""
+    """Return a warning for every key that names the job's own name, which means an earlier job of that name."""
     if job_spec.name is None:
         return []
     named = [key for key, name in spec.references(job_spec).items() if name == job_spec.name]

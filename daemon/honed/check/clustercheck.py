@@ -36,10 +36,10 @@ def profile(job_spec: JobSpec, config: Config) -> SlurmConfig | None:
     try:
         return config.slurm.profile(name)
     except KeyError:
-        told = f"the profiles are {', '.join(known)}" if known else "there are none"
+        profiles = f"the profiles are {', '.join(known)}" if known else "there are none"
         hint = "write one of those, or remove it" if known else "remove it"
         raise SpecError(
-            f"resources.profile: {name} is not a profile of this cluster; {told}",
+            f"resources.profile: {name} is not a profile of this cluster; {profiles}",
             hint=f"{hint}; profiles are in honed.toml, as [slurm.profiles.{name}]",
             fix={"resources.profile": None},
         ) from None

@@ -58,7 +58,7 @@ class Looked:
 class _Seen:
     """The findings in one data set's first rows."""
 
-    found: dataset.Inspection
+    inspection: dataset.Inspection
     num_row_tokens: int | None  #: as in Looked
     has_conversations: bool  #: a chat template has to render them
     row_bytes: float = 0.0  #: of the text of a row, on average; 0 if there is none
@@ -80,44 +80,44 @@ class Cache:
         """Return what rowcheck found in the same rows, rendered by the same template; None if it is not remembered."""
         return self._rendered.get(key)
 
-    def remember(self, key: bytes, told: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
-        if sum(map(len, [*told[0], *told[1]])) <= MAX_TOLD:
-            self._rendered[key] = told
+    def remember(self, key: bytes, warnings: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
+        if sum(map(len, [*warnings[0], *warnings[1]])) <= MAX_TOLD:
+            self._rendered[key] = warnings
         while len(self._rendered) > MAX_REMEMBERED:
             del self._rendered[next(iter(self._rendered))]
 
-    def look(self, each: DatasetSpec, paths: Sequence[Path], rights: Policy) -> _Seen:
+    def look(self, data_spec: DatasetSpec, paths: Sequence[Path], rights: Policy) -> _Seen:
         """Return the findings, remembered or new. Raises DatasetError. The caller has checked the rights to the
         files."""
-        key, is_settled = identity(each, paths, rights)
+        key, is_settled = identity(data_spec, paths, rights)
         if (seen := self._seen.pop(key, None)) is None:
-            seen = _look(each, rights)
-            found = seen.found
+            seen = _look(data_spec, rights)
+            inspection = seen.inspection
             is_clean = not (
-                found.num_attached
-                or found.bad
-                or found.overlooked
-                or found.absent
-                or found.num_untrained
-                or sum(map(len, found.unread)) > MAX_TOLD
-                or found.census.orders
-                or found.num_unpaired
-                or found.num_nulled
+                inspection.num_attached
+                or inspection.bad
+                or inspection.overlooked
+                or inspection.absent
+                or inspection.num_untrained
+                or sum(map(len, inspection.unread)) > MAX_TOLD
+                or inspection.census.orders
+                or inspection.num_unpaired
+                or inspection.num_nulled
             )
-            if not is_settled or not is_clean or identity(each, paths, rights)[0] != key:
+            if not is_settled or not is_clean or identity(data_spec, paths, rights)[0] != key:
                 return seen
-            seen = replace(seen, found=replace(found, rows=[], columns=(), examples=()))
+            seen = replace(seen, inspection=replace(inspection, rows=[], columns=(), examples=()))
         self._seen[key] = seen
         while len(self._seen) > MAX_REMEMBERED:
             del self._seen[next(iter(self._seen))]
         return seen
 
 
-def identity(each: DatasetSpec, paths: Sequence[Path], rights: Policy) -> tuple[bytes, bool]:
+def identity(data_spec: DatasetSpec, paths: Sequence[Path], rights: Policy) -> tuple[bytes, bool]:
     """Return a digest of the submitter, the data set's spec and the state of its files, and True if the files were left
     alone long enough. One submitter's findings are never reported to another."""
-    digest, changed_ns = hashlib.sha256(each.model_dump_json().encode()), 0
-    digest.update(repr((each.row_form, rights.dropper)).encode())
+    digest, changed_ns = hashlib.sha256(data_spec.model_dump_json().encode()), 0
+    digest.update(repr((data_spec.row_form, rights.dropper)).encode())
     for path in paths:
         info = path.stat()
         changed_ns = max(changed_ns, info.st_ctime_ns)
@@ -151,51 +151,55 @@ def check(
                 continue
             name = f"{key}.{number}"
             try:
-                warnings += [f"{name}: {told}" for told in _check_names(key, item)]
+                warnings += [f"{name}: {warning}" for warning in _check_names(key, item)]
                 seen = _check_dataset(item, rights, cache, has_chat_template=has_chat_template)
-                found = seen.found
+                inspection = seen.inspection
                 if model is not None:
-                    prefix.check_row(model.model_type, found.most_turns[1], found.most_turns[0])
-                noted = [*_overlooked(model, found), *_untrained(item, found), *_told_together(found)]
-                warnings += [f"{name}: {told}" for told in noted]
-                warnings += _check_attached(job_spec, model, item, found)
+                    prefix.check_row(model.model_type, inspection.most_turns[1], inspection.most_turns[0])
+                noted = [*_overlooked(model, inspection), *_untrained(item, inspection), *_told_together(inspection)]
+                warnings += [f"{name}: {warning}" for warning in noted]
+                warnings += _check_attached(job_spec, model, item, inspection)
             except DatasetError as error:
                 fix = {_within(name, key): value for key, value in error.fix.items()}
                 raise DatasetError(f"{name}: {error.said}", hint=error.hint, fix=fix) from error
-            warnings += [f"{name}: {bad}" for bad in found.bad]
+            warnings += [f"{name}: {bad}" for bad in inspection.bad]
             lengths += [] if seen.num_row_tokens is None else [seen.num_row_tokens]
-            attached += [Row(_num_tokens(list(row.texts)), row.media) for row in found.attached]
-            num_rows = num_rows + found.num_rows if num_rows is not None and found.is_whole else None
-            inspected[name] = (item, found)
+            attached += [Row(_num_tokens(list(row.texts)), row.media) for row in inspection.attached]
+            num_rows = num_rows + inspection.num_rows if num_rows is not None and inspection.is_whole else None
+            inspected[name] = (item, inspection)
             looked[key].append((item, seen))
         num_train_rows = num_rows if key == "datasets" else num_train_rows
     warnings += _check_held_out(job_spec, inspected)
-    is_sampled = any(not found.is_whole for _, found in inspected.values())
+    is_sampled = any(not inspection.is_whole for _, inspection in inspected.values())
     needs = _needs(job_spec, looked) if num_missing == 0 else None
     return Looked(warnings, max(lengths, default=None), num_rows, attached, num_train_rows, is_sampled, needs)
 
 
 def _needs(job_spec: JobSpec, looked: Mapping[str, Sequence[tuple[DatasetSpec, _Seen]]]) -> RowNeeds | None:
     """Return what the encoded rows will take; None where rows have media, which depend on the processor."""
-    found: RowNeeds | None = None
+    total: RowNeeds | None = None
     for pairs in looked.values():
-        if any(seen.found.num_attached or not seen.row_bytes for _, seen in pairs):
+        if any(seen.inspection.num_attached or not seen.row_bytes for _, seen in pairs):
             return None
         extents = [_extent(pair, seen) for pair, seen in pairs]
         training = job_spec.training
         needs = row_needs.estimate(extents, max_length=training.cut_at, is_packed=training.packing)
         if extents:
-            found = needs if found is None else found + needs
-    return found
+            total = needs if total is None else total + needs
+    return total
 
 
-def _extent(each: DatasetSpec, seen: _Seen) -> row_needs.Extent:
-    found = seen.found
-    number = found.num_rows if found.is_whole else max(found.num_rows, round(found.num_bytes / seen.row_bytes))
-    if each.max_rows is not None:
-        number = min(number, each.max_rows)
-    whole = [path.stat().st_size for path in files_of(each) if form_of(path) == ".json"]
-    return row_needs.Extent(number, seen.row_bytes, seen.row_tokens, each.fraction, max(whole, default=0))
+def _extent(data_spec: DatasetSpec, seen: _Seen) -> row_needs.Extent:
+    inspection = seen.inspection
+    number = (
+        inspection.num_rows
+        if inspection.is_whole
+        else max(inspection.num_rows, round(inspection.num_bytes / seen.row_bytes))
+    )
+    if data_spec.max_rows is not None:
+        number = min(number, data_spec.max_rows)
+    whole = [path.stat().st_size for path in files_of(data_spec) if form_of(path) == ".json"]
+    return row_needs.Extent(number, seen.row_bytes, seen.row_tokens, data_spec.fraction, max(whole, default=0))
 
 
 def _within(name: str, key: str) -> str:
@@ -216,112 +220,114 @@ def _num_tokens(row: Any) -> int:
             return 0
 
 
-def _check_names(key: str, each: DatasetSpec) -> list[str]:
+def _check_names(key: str, data_spec: DatasetSpec) -> list[str]:
     """Return warnings about the splits that the names of a data set's files suggest. Raises DatasetError if the names
     clearly mean more than one split and the job does not name one."""
-    path, paths = each.place, files_of(each)
-    told = [
-        f"{each.path}: {name}/ also contains data files, which are not read: to read them, add the directory as its "
-        "own data set"
+    path, paths = data_spec.place, files_of(data_spec)
+    warnings = [
+        f"{data_spec.path}: {name}/ also contains data files, which are not read: to read them, add the directory as "
+        "its own data set"
         for name in datadir.unread(path, paths)
-        if each.split is None
+        if data_spec.split is None
     ]
-    if key == "datasets" and each.split is None and (word := datadir.held_out_word(path, paths)) is not None:
-        told.append(f"{each.path}: is used for training, but its name contains `{word}`: is it held-out data?")
-    if each.split is not None or (found := datadir.mixed(path, paths)) is None:
-        return told
-    if not found.is_certain:
+    if key == "datasets" and data_spec.split is None and (word := datadir.held_out_word(path, paths)) is not None:
+        warnings.append(f"{data_spec.path}: is used for training, but its name contains `{word}`: is it held-out data?")
+    if data_spec.split is not None or (fault := datadir.mixed(path, paths)) is None:
+        return warnings
+    if not fault.is_certain:
         what = "trained on" if key == "datasets" else "evaluated on"
-        told.append(f"{each.path}: {found.example} is {what}, too, but its name suggests held-out data")
-        return told
-    meant, others = (found.train, found.held_out) if key == "datasets" else (found.held_out, found.train)
+        warnings.append(f"{data_spec.path}: {fault.example} is {what}, too, but its name suggests held-out data")
+        return warnings
+    meant, others = (fault.train, fault.held_out) if key == "datasets" else (fault.held_out, fault.train)
     lines = " or ".join(f"`split: {split}`" for split in meant)
-    beside = f"; `eval_datasets: [{{path: {each.path}, split: {others[0]}}}]` evaluates on the other one"
+    beside = f"; `eval_datasets: [{{path: {data_spec.path}, split: {others[0]}}}]` evaluates on the other one"
     raise DatasetError(
-        f"{each.path}: some file names suggest held-out data ({found.example}), and `split` is not set",
+        f"{data_spec.path}: some file names suggest held-out data ({fault.example}), and `split` is not set",
         hint=f"write {lines} below its path{beside if key == 'datasets' else ''}; to read all files, add each one as "
         "its own data set",
         fix={"split": meant[0]} if len(meant) == 1 else None,
     )
 
 
-def _check_dataset(each: DatasetSpec, rights: Policy, cache: Cache, *, has_chat_template: bool) -> _Seen:
-    paths = files_of(each)
+def _check_dataset(data_spec: DatasetSpec, rights: Policy, cache: Cache, *, has_chat_template: bool) -> _Seen:
+    paths = files_of(data_spec)
     for path in paths:  # the path may be a symbolic link
         rights.check_read(Named("path", path, DatasetError))
-    seen = cache.look(each, paths, rights)
+    seen = cache.look(data_spec, paths, rights)
     if not has_chat_template and seen.has_conversations:
         raise DatasetError(
-            f"{each.path}: rows of {seen.found.format} need a chat template, but the base model has none",
+            f"{data_spec.path}: rows of {seen.inspection.format} need a chat template, but the base model has none",
             hint="set chat_template: to a template file, with the model's placeholder where a row has an image "
             "(docs/guides/vision.md has PaliGemma's)"
-            if seen.found.num_attached
+            if seen.inspection.num_attached
             else "set chat_template: to a template file, or use prompt/completion or text rows",
         )
     return seen
 
 
-def _look(each: DatasetSpec, rights: Policy) -> _Seen:
-    found = dataset.inspect(
-        each, num_rows=NUM_ROWS, permit=lambda path: rights.check_read(Named("a row", path, DatasetError))
+def _look(data_spec: DatasetSpec, rights: Policy) -> _Seen:
+    inspection = dataset.inspect(
+        data_spec, num_rows=NUM_ROWS, permit=lambda path: rights.check_read(Named("a row", path, DatasetError))
     )
-    tokens = [_num_tokens(row) for row in found.rows]
-    texts = [len(json.dumps(row, ensure_ascii=False, default=str).encode(errors="replace")) for row in found.rows]
-    return _Seen(found, max(tokens, default=None), _needs_template(found, each), _mean(texts), _mean(tokens))
+    tokens = [_num_tokens(row) for row in inspection.rows]
+    texts = [len(json.dumps(row, ensure_ascii=False, default=str).encode(errors="replace")) for row in inspection.rows]
+    return _Seen(
+        inspection, max(tokens, default=None), _needs_template(inspection, data_spec), _mean(texts), _mean(tokens)
+    )
 
 
 def _mean(numbers: Sequence[int]) -> float:
     return sum(numbers) / len(numbers) if numbers else 0.0
 
 
-def _overlooked(model: BaseModelInfo | None, found: dataset.Inspection) -> list[str]:
+def _overlooked(model: BaseModelInfo | None, inspection: dataset.Inspection) -> list[str]:
     """Return warnings about media in the rows that are not read (not for a text model), and about absent columns."""
-    told = list(found.overlooked) if model is None or model.has_vision or model.has_audio else []
-    return told + [
-        f"`columns` names `{quote.name(item)}`, and none of the {found.num_rows} rows has that column"
-        for item in found.absent
+    warnings = list(inspection.overlooked) if model is None or model.has_vision or model.has_audio else []
+    return warnings + [
+        f"`columns` names `{quote.name(item)}`, and none of the {inspection.num_rows} rows has that column"
+        for item in inspection.absent
     ]
 
 
-def _untrained(each: DatasetSpec, found: dataset.Inspection) -> list[str]:
+def _untrained(data_spec: DatasetSpec, inspection: dataset.Inspection) -> list[str]:
     """Return warnings about row content that does not affect training, and rows that are not trained on.
 
     Raises DatasetError if no row is left.
     """
-    told = [unread_message(found.unread, found.format)] if found.unread else []
-    if not found.num_untrained:
-        return told
-    said = f"{found.num_untrained} of the first {found.num_rows} rows have weight 0 on every assistant turn"
-    if found.num_untrained == found.num_rows and found.is_whole:
+    warnings = [unread_message(inspection.unread, inspection.format)] if inspection.unread else []
+    if not inspection.num_untrained:
+        return warnings
+    said = f"{inspection.num_untrained} of the first {inspection.num_rows} rows have weight 0 on every assistant turn"
+    if inspection.num_untrained == inspection.num_rows and inspection.is_whole:
         raise DatasetError(
-            f"{each.path}: {said}: nothing is left to train on", hint="remove `weight` from the turns to train on"
+            f"{data_spec.path}: {said}: nothing is left to train on", hint="remove `weight` from the turns to train on"
         )
-    return [*told, f"{said}, and are skipped"]
+    return [*warnings, f"{said}, and are skipped"]
 
 
-def _told_together(found: dataset.Inspection) -> list[str]:
+def _told_together(inspection: dataset.Inspection) -> list[str]:
     """Return warnings about rows compared with one another: their order, repetitions, preference pairs."""
-    told, seen = found.census.order_messages(), "" if found.is_whole else "the first "
-    if found.census.has_many_twice:
-        told.append(f"{found.census.num_twice} of {seen}{found.num_rows} rows repeat an earlier row")
-    if found.num_unpaired:
-        told.append(
-            f"{found.num_unpaired} rows have a boolean `label`, as in preference data (KTO), which is not supported "
-            "yet: the label is ignored, so completions labelled false are trained on as well"
+    orders, seen = inspection.census.order_messages(), "" if inspection.is_whole else "the first "
+    if inspection.census.has_many_twice:
+        orders.append(f"{inspection.census.num_twice} of {seen}{inspection.num_rows} rows repeat an earlier row")
+    if inspection.num_unpaired:
+        orders.append(
+            f"{inspection.num_unpaired} rows have a boolean `label`, as in preference data (KTO), which is not "
+            "supported yet: the label is ignored, so completions labelled false are trained on as well"
         )
-    if found.num_nulled:
-        told.append(f"of {seen}{found.num_rows} rows, {dataset.nulled_message(found.num_nulled)}")
-    return told
+    if inspection.num_nulled:
+        orders.append(f"of {seen}{inspection.num_rows} rows, {dataset.nulled_message(inspection.num_nulled)}")
+    return orders
 
 
 def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec, dataset.Inspection]]) -> list[str]:
     """Return warnings about held-out rows that are also trained on. Raises DatasetError if `eval_split` has no rows to
     hold out."""
-    trained = {name: found for name, (_, found) in inspected.items() if name.startswith("datasets.")}
+    trained = {name: inspection for name, (_, inspection) in inspected.items() if name.startswith("datasets.")}
     is_all = not any(item.is_missing for item in job_spec.datasets)
-    if job_spec.eval_split is not None and is_all and all(found.is_whole for found in trained.values()):
-        num_rows = sum(found.census.num_rows for found in trained.values())
-        said = {digest for found in trained.values() for digest in found.census.digests}
+    if job_spec.eval_split is not None and is_all and all(inspection.is_whole for inspection in trained.values()):
+        num_rows = sum(inspection.census.num_rows for inspection in trained.values())
+        said = {digest for inspection in trained.values() for digest in inspection.census.digests}
         if len(said) < 2:
             what = "there is one row" if num_rows == 1 else f"all {num_rows} rows are identical"
             raise DatasetError(
@@ -330,15 +336,15 @@ def _check_held_out(job_spec: JobSpec, inspected: Mapping[str, tuple[DatasetSpec
                 fix={"eval_split": None},
             )
     warnings = []
-    for name, (item, found) in inspected.items():
+    for name, (item, inspection) in inspected.items():
         for other, theirs in trained.items() if name.startswith("eval_datasets.") else ():
             if shared := _shared(item, inspected[other][0]):
                 warnings.append(f"{name}: {shared} is also trained on ({other}): the metrics measure memorization")
-            elif num_shared := found.census.num_in(theirs.census):
-                seen = "" if found.is_whole and theirs.is_whole else "the first "
+            elif num_shared := inspection.census.num_in(theirs.census):
+                seen = "" if inspection.is_whole and theirs.is_whole else "the first "
                 warnings.append(
-                    f"{name}: {num_shared} of {seen}{found.census.num_rows} rows are also trained on ({other}): the "
-                    "metrics measure memorization"
+                    f"{name}: {num_shared} of {seen}{inspection.census.num_rows} rows are also trained on ({other}): "
+                    "the metrics measure memorization"
                 )
     return warnings
 
@@ -354,68 +360,68 @@ def _place(file: Path) -> tuple[int, int]:
 
 
 def _check_attached(
-    job_spec: JobSpec, model: BaseModelInfo | None, each: DatasetSpec, found: dataset.Inspection
+    job_spec: JobSpec, model: BaseModelInfo | None, data_spec: DatasetSpec, inspection: dataset.Inspection
 ) -> list[str]:
     """Return warnings about the images, videos and sounds in a data set's first rows. Raises DatasetError."""
-    if not found.num_attached:
+    if not inspection.num_attached:
         return []
-    kinds = {facts.kind for seen in found.attached for facts in seen.media}
+    kinds = {facts.kind for seen in inspection.attached for facts in seen.media}
     for kind in sorted(kinds):
         if model is not None and not (model.has_audio if kind == "audio" else model.has_vision):
             raise DatasetError(
-                f"{each.path}: rows with {PLURAL[kind]}, which {model.path} does not support",
+                f"{data_spec.path}: rows with {PLURAL[kind]}, which {model.path} does not support",
                 hint="use a vision or audio model as base_model, or use text rows",
             )
     if model is not None and model.lacks_processor:
         raise DatasetError(
-            f"{each.path}: rows with {' and '.join(PLURAL[kind] for kind in sorted(kinds)) or 'media'}, but "
+            f"{data_spec.path}: rows with {' and '.join(PLURAL[kind] for kind in sorted(kinds)) or 'media'}, but "
             f"{model.path} has {basemodel.NO_PROCESSOR}",
             hint="copy the processor's files from the model's source, or use rows of text",
         )
     if job_spec.training.packing or job_spec.training.padding_free:
         key = "packing" if job_spec.training.packing else "padding_free"
         raise DatasetError(
-            f"{each.path}: rows with {' and '.join(PLURAL[kind] for kind in sorted(kinds)) or 'media'} and "
+            f"{data_spec.path}: rows with {' and '.join(PLURAL[kind] for kind in sorted(kinds)) or 'media'} and "
             f"training.{key}: such rows cannot be packed",
             hint=f"remove training.{key}",
             fix={f"training.{key}": None},
         )
-    warnings = _too_long(job_spec, model, each, found)
-    if not found.num_broken:
+    warnings = _too_long(job_spec, model, data_spec, inspection)
+    if not inspection.num_broken:
         return warnings
-    told = f"{found.num_broken} of the first {found.num_attached} rows with media have an unusable file"
-    named = "; ".join(found.broken)
-    if job_spec.media.broken == "refuse" or found.num_broken == found.num_attached:
+    broken = f"{inspection.num_broken} of the first {inspection.num_attached} rows with media have an unusable file"
+    named = "; ".join(inspection.broken)
+    if job_spec.media.broken == "refuse" or inspection.num_broken == inspection.num_attached:
         hint = "relative paths are resolved against the data file's directory, or the data set's `media_dir`"
-        raise DatasetError(f"{each.path}: {told}: {named}", hint=hint) from found.media_fault
-    return [*warnings, f"{each.path}: {told}, and will be skipped: {named}"]
+        raise DatasetError(f"{data_spec.path}: {broken}: {named}", hint=hint) from inspection.media_fault
+    return [*warnings, f"{data_spec.path}: {broken}, and will be skipped: {named}"]
 
 
 def _too_long(
-    job_spec: JobSpec, model: BaseModelInfo | None, each: DatasetSpec, found: dataset.Inspection
+    job_spec: JobSpec, model: BaseModelInfo | None, data_spec: DatasetSpec, inspection: dataset.Inspection
 ) -> list[str]:
     """Return a warning if rows seem too long for their media. The worker counts them exactly after loading the
     model."""
     cut_at = job_spec.training.cut_at
-    if model is None or cut_at is None or not found.attached:
+    if model is None or cut_at is None or not inspection.attached:
         return []
-    tokens = [activation.media_cost(Row(0, seen.media), job_spec, model).tokens for seen in found.attached]
+    tokens = [activation.media_cost(Row(0, seen.media), job_spec, model).tokens for seen in inspection.attached]
     too_long = [number for number in tokens if number > cut_at]
     if not too_long:
         return []
     what = "will be skipped" if job_spec.media.too_long == "drop" else "end the job"
     return [
-        f"{each.path}: {len(too_long)} of {len(tokens)} rows with media are probably longer than max_length "
+        f"{data_spec.path}: {len(too_long)} of {len(tokens)} rows with media are probably longer than max_length "
         f"({cut_at}) from their media alone (up to {max(too_long)} tokens), and {what}: increase "
         "training.max_length, or reduce pixels and frames (`media:`)"
     ]
 
 
-def _needs_template(found: dataset.Inspection, each: DatasetSpec) -> bool:
-    if found.num_attached:
+def _needs_template(inspection: dataset.Inspection, data_spec: DatasetSpec) -> bool:
+    if inspection.num_attached:
         return True
-    for row in found.rows:
+    for row in inspection.rows:
         with contextlib.suppress(DatasetError):
-            example = dataset.convert(row, found.format, columns=each.columns, has_chat_template=False)
+            example = dataset.convert(row, inspection.format, columns=data_spec.columns, has_chat_template=False)
             return example.kind == "messages"
-    return found.format in ("messages", "sharegpt")
+    return inspection.format in ("messages", "sharegpt")

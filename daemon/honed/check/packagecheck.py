@@ -48,10 +48,10 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
             hint="pip install 'honed[train]'; see honectl doctor",
         )
     for name, window, why in installed.BROKEN:
-        found = here.versions[name]
-        if found is not None and installed.fits(found, window):
+        version = here.versions[name]
+        if version is not None and installed.fits(version, window):
             raise EnvironmentInvalidError(
-                f"{name} {found} {why}", hint=f"pip install '{name}{installed.WINDOWS[name]}'"
+                f"{name} {version} {why}", hint=f"pip install '{name}{installed.WINDOWS[name]}'"
             )
     _check_optimizer(job_spec.training.optim)
     _check_kernels(job_spec.training.optim, planned_for)
@@ -70,13 +70,13 @@ def check(job_spec: JobSpec, model: BaseModelInfo | None, planned_for: Device, h
     if (chooser := metric_names.chooser(job_spec.training.metric_for_best_model)) is not None:
         metric_names.check(chooser, "training.metric_for_best_model")
     for tracker in job_spec.report_to:
-        found, oldest = installed.version(tracker), installed.OLDEST_TRACKERS.get(tracker)
+        version, oldest = installed.version(tracker), installed.OLDEST_TRACKERS.get(tracker)
         wanted = f"'{tracker}>={oldest}'" if oldest else tracker  # quoted, since > means a redirection to a shell
-        if found is None:
+        if version is None:
             raise EnvironmentInvalidError(f"report_to: {tracker} is not installed", hint=f"pip install {wanted}")
-        if oldest and not installed.fits(found, f">={oldest}"):
+        if oldest and not installed.fits(version, f">={oldest}"):
             raise EnvironmentInvalidError(
-                f"report_to: {tracker} {found} is too old for transformers", hint=f"pip install {wanted}"
+                f"report_to: {tracker} {version} is too old for transformers", hint=f"pip install {wanted}"
             )
 
 
@@ -130,11 +130,11 @@ def _check_liger(job_spec: JobSpec, planned_for: Device) -> None:
 
 def _check_there(key: str, module: str, wanted: str) -> None:
     package, _, oldest = wanted.partition(">=")
-    found = installed.version(package)
+    version = installed.version(package)
     if importlib.util.find_spec(module) is None:
         raise EnvironmentInvalidError(f"{key} needs {package}, which is not installed", hint=f"pip install '{wanted}'")
-    if oldest and found is not None and not installed.fits(found, f">={oldest}"):
-        raise EnvironmentInvalidError(f"{key}: {package} {found} is too old", hint=f"pip install '{wanted}'")
+    if oldest and version is not None and not installed.fits(version, f">={oldest}"):
+        raise EnvironmentInvalidError(f"{key}: {package} {version} is too old", hint=f"pip install '{wanted}'")
 
 
 def lacking(attached: list[Row], here: Installed) -> list[str]:
@@ -149,5 +149,5 @@ def outside_window(here: Installed) -> list[str]:
     return [
         f"{name} {here.versions[name]} is outside the tested versions ({window})"
         for name, window in {**installed.WINDOWS, **installed.OPTIONAL_WINDOWS}.items()
-        if (found := here.versions[name]) is not None and not installed.fits(found, window)
+        if (version := here.versions[name]) is not None and not installed.fits(version, window)
     ]

@@ -26,7 +26,7 @@ from honed.system.personpath import PersonPath
 
 #: Checkpoints that are kept if save_total_limit is not set.
 NUM_CHECKPOINTS = 2
-#: Tokenizer files that are saved with each checkpoint.
+#: Tokenizer files that are saved with every checkpoint.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt")
 #: Bytes of a rank's process with its libraries imported, without the pages that it shares with others.
 PROCESS_BYTES = 300 * 2**20
@@ -63,9 +63,9 @@ def output_dir(job_spec: JobSpec, layout: Layout, job_id: int | None, rights: Po
 
 def _free(path: Path) -> Path:
     return next(
-        each
+        candidate
         for number in itertools.count(1)
-        if not os.path.lexists(each := path if number == 1 else path.with_name(f"{path.name}-{number}"))
+        if not os.path.lexists(candidate := path if number == 1 else path.with_name(f"{path.name}-{number}"))
     )
 
 
@@ -78,10 +78,10 @@ def _check_output_dir(path: Path, layout: Layout, job_id: int | None, rights: Po
     rights.check_write(path)
     if existing != path:
         return
-    found = next((entry.name for entry in sorted(path.iterdir())), None)
-    if found is not None and not _is_own_output(path, layout, job_id):
+    name = next((entry.name for entry in sorted(path.iterdir())), None)
+    if name is not None and not _is_own_output(path, layout, job_id):
         raise SpecError(
-            f"output_dir: {path} is not empty (it contains {found}), and honed overwrites nothing",
+            f"output_dir: {path} is not empty (it contains {name}), and honed overwrites nothing",
             hint=f"use a new directory: write output_dir: {_free(path)}; or empty this one",
             fix={"output_dir": str(_free(path))},
         )
@@ -186,7 +186,7 @@ def _num_by_strategy(spec: JobSpec, steps: int | None, *, has_best: bool) -> flo
     """Return the most checkpoints that `save_strategy` writes in a run of so many steps; infinite where unknown."""
     training = spec.training
     strategy, every = str(training.save_strategy), training.save_steps
-    if has_best and not {"save_strategy", "save_steps"} & training.model_fields_set:  # with each evaluation
+    if has_best and not {"save_strategy", "save_steps"} & training.model_fields_set:  # with every evaluation
         strategy, every = spec.eval_strategy, training.eval_steps or 1
     if strategy == "no":
         return 0

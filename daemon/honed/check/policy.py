@@ -103,11 +103,12 @@ class Policy:
         lent."""
         if self.dropper is None or _is_below(_real(path), self._shared()):
             return
-        if (found := access.obstacle(path, self.dropper)) is not None:
+        if (obstacle := access.obstacle(path, self.dropper)) is not None:
             raise named.error(
-                f"{named.key}: {path}: {found}, the submitter of the job",
-                hint=f"ask its owner to run: setfacl -m u:{self.dropper.name}:{'rx' if found.path.is_dir() else 'r'} "
-                f"{shlex.quote(str(found.path))}",
+                f"{named.key}: {path}: {obstacle}, the submitter of the job",
+                hint="ask its owner to run: setfacl "
+                f"-m u:{self.dropper.name}:{'rx' if obstacle.path.is_dir() else 'r'} "
+                f"{shlex.quote(str(obstacle.path))}",
             )
 
     def _shared(self) -> Path:
@@ -124,11 +125,11 @@ class Policy:
             )
 
     def _check_reach(self, named: Named, path: Path, workers: Person) -> None:
-        if (found := access.obstacle(path, workers)) is not None:
+        if (obstacle := access.obstacle(path, workers)) is not None:
             raise named.error(
-                f"{named.key}: {path}: {found}",
-                hint=f"setfacl -m u:{workers.name}:{'rx' if found.path.is_dir() else 'r'} "
-                f"{shlex.quote(str(found.path))}; or honectl submit --stage, which copies it into the spool",
+                f"{named.key}: {path}: {obstacle}",
+                hint=f"setfacl -m u:{workers.name}:{'rx' if obstacle.path.is_dir() else 'r'} "
+                f"{shlex.quote(str(obstacle.path))}; or honectl submit --stage, which copies it into the spool",
             )
 
     def is_reachable(self, named: Named) -> bool:
@@ -181,10 +182,10 @@ class Policy:
                 return
             why, who = f"{place} cannot be written by user {os.geteuid()}", "honed's user"
         else:
-            found = access.obstacle(place, self.workers, READ | WRITE)
-            if found is None:
+            obstacle = access.obstacle(place, self.workers, READ | WRITE)
+            if obstacle is None:
                 return
-            why, who = str(found), f"the user {self.workers.name}"
+            why, who = str(obstacle), f"the user {self.workers.name}"
         raise SpecError(
             f"output_dir: {why}", hint=f"give {who} write permission, or remove output_dir", fix={"output_dir": None}
         )
@@ -276,8 +277,8 @@ def _is_below(path: Path, *places: Path) -> bool:
 
 
 def _shown(path: Path, real: Path) -> str:
-    told = quote.place(str(path))
-    return told if real == path else f"{told} (really {quote.place(str(real))})"
+    shown = quote.place(str(path))
+    return shown if real == path else f"{shown} (really {quote.place(str(real))})"
 
 
 def _listed(places: tuple[Path, ...]) -> str:

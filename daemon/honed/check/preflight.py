@@ -130,24 +130,24 @@ def check(spec_path: Path, asked: Asked, data: bytes | None = None) -> Verdict:
 def _raise_machine_fault(error: Exception) -> None:
     """Raise DegradedError if an error comes from one of the system that no submitter can cause."""
     if (cause := durable.cause_at_persons(error)) is not None:
-        told = said(error) if isinstance(error, HonedError) else durable.fault_at_persons(cause)
-        raise DegradedError(f"{told}", hint="this is no fault of the job: try again later") from cause
+        fault = said(error) if isinstance(error, HonedError) else durable.fault_at_persons(cause)
+        raise DegradedError(f"{fault}", hint="this is no fault of the job: try again later") from cause
 
 
 def _members(parsed: Document, config: Config) -> tuple[Member, ...]:
     """Return the jobs of a sweep, whose job files are all valid; empty for a single job. Raises SpecError."""
     if not sweep.is_in(parsed.data):
         return ()
-    found = sweep.members(parsed.data, parsed.lines, max_jobs=config.spool.max_sweep_jobs)
-    for member in found:
+    members = sweep.members(parsed.data, parsed.lines, max_jobs=config.spool.max_sweep_jobs)
+    for member in members:
         try:
             job_spec = jobfile.validate(member.document, sweep.lines_of(member, parsed.lines), parsed.problems)
             _check_halving(job_spec, member, parsed)
         except SpecError as error:
             # No edit of the file's own key helps where the sweep sets it.
-            told = "\n".join(f"{line} (with {member.words})" for line in error.said.splitlines())
-            raise SpecError(told, hint=error.hint) from error
-    return tuple(found)
+            message = "\n".join(f"{line} (with {member.words})" for line in error.said.splitlines())
+            raise SpecError(message, hint=error.hint) from error
+    return tuple(members)
 
 
 def _check_halving(job_spec: JobSpec, member: Member, parsed: Document) -> None:

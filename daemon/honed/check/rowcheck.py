@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 #: Rows of a data set that are rendered, at most.
 NUM_ROWS = 48
 #: Characters of one rendered row, and of all together. In the total a row counts once per turn of the assistant,
-#: since it is rendered again for each turn: this many take about half a second.
+#: since it is rendered again for every turn: this many take about half a second.
 MAX_CHARS, MAX_WORK = 200_000, 250_000
 
 
@@ -94,54 +94,54 @@ def _check(
             continue
         paths = files_of(item)
         done = _key(job_spec, model, chat, datacheck.identity(item, paths, rights)[0])
-        if cache is None or (told := cache.rendered(done)) is None:
+        if cache is None or (warnings := cache.rendered(done)) is None:
             try:
-                told = _look(job_spec, model, chat, item, rights)
+                warnings = _look(job_spec, model, chat, item, rights)
             except DatasetError as error:
                 raise DatasetError(f"{key}: {error.said}", hint=error.hint, fix=error.fix) from error
             if cache is not None and datacheck.identity(item, paths, rights)[1]:
-                cache.remember(done, told)
-        yield from (f"{key}: {text}" for text in told[0])
-        notes |= dict.fromkeys(told[1])
+                cache.remember(done, warnings)
+        yield from (f"{key}: {text}" for text in warnings[0])
+        notes |= dict.fromkeys(warnings[1])
     yield from (f"{_template(job_spec, model)}: {text}" for text in notes)
 
 
 def _look(
-    job_spec: JobSpec, model: BaseModelInfo, chat: ChatFormat, each: DatasetSpec, rights: Policy
+    job_spec: JobSpec, model: BaseModelInfo, chat: ChatFormat, data_spec: DatasetSpec, rights: Policy
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the warnings about a data set's first rows, and the notes about the template that renders them."""
-    found = dataset.inspect(
-        each, num_rows=NUM_ROWS, permit=lambda path: rights.check_read(Named("a row", path, DatasetError))
+    inspection = dataset.inspect(
+        data_spec, num_rows=NUM_ROWS, permit=lambda path: rights.check_read(Named("a row", path, DatasetError))
     )
-    _check_places(chat, each, {facts.kind for row in found.attached for facts in row.media})
-    examples = _examples(found)
+    _check_places(chat, data_spec, {facts.kind for row in inspection.attached for facts in row.media})
+    examples = _examples(inspection)
     seen = _encoded(chat, examples)
-    told = list(_told(job_spec, chat, each, seen))
+    warnings = list(_row_warnings(job_spec, chat, data_spec, seen))
     _check_ids(model, chat, seen)
     is_rendered = any(example.kind == "messages" for example in examples)
     if is_rendered and job_spec.training.eos_token is not None:
         chat.require_end(job_spec.training.eos_token)
     noted = chat.advice.notes(examples, basemodel.end_ids(model.path)) if is_rendered else ()
     notes = [text for level, text in noted if level in ("warning", "hint")]
-    return tuple(told), tuple(notes)
+    return tuple(warnings), tuple(notes)
 
 
-def _check_places(chat: ChatFormat, each: DatasetSpec, kinds: set[Kind]) -> None:
+def _check_places(chat: ChatFormat, data_spec: DatasetSpec, kinds: set[Kind]) -> None:
     """Raise DatasetError for images, videos or sounds for which the template has no placeholder."""
     if not kinds or not chat.tokenizer.counts:
         return
     if lacking := sorted(kinds - chat.renderer.placeholders.keys()):
         raise DatasetError(
-            f"{each.path}: rows with {PLURAL[lacking[0]]}, but the chat template has no placeholder for them",
+            f"{data_spec.path}: rows with {PLURAL[lacking[0]]}, but the chat template has no placeholder for them",
             hint="the base model or its template does not support them: use another template with chat_template:",
         )
 
 
-def _examples(found: dataset.Inspection) -> list[Example]:
+def _examples(inspection: dataset.Inspection) -> list[Example]:
     """Return the first rows, up to MAX_WORK, without rows with media: a processor decides how these are encoded."""
     taken: list[Example] = []
     work = 0
-    for example in found.examples:
+    for example in inspection.examples:
         num_chars = _num_chars(example)
         work += num_chars * max(1, len(example.trained_turns))
         if taken and work > MAX_WORK:
@@ -173,26 +173,26 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example]) -> _Looked:
     return seen
 
 
-def _told(job_spec: JobSpec, chat: ChatFormat, each: DatasetSpec, seen: _Looked) -> Iterator[str]:
+def _row_warnings(job_spec: JobSpec, chat: ChatFormat, data_spec: DatasetSpec, seen: _Looked) -> Iterator[str]:
     """Yield warnings about the encoded rows. Raises DatasetError if none of the rows can be trained on."""
     if not seen.num_rows:
         return
     first = f"the first {seen.num_rows} rows" if seen.num_rows > 1 else "the first row"
     if seen.refused and not seen.encoded:
         raise DatasetError(
-            f"{each.path}: none of {first} can be trained on: {seen.refused[0].said}", hint=seen.refused[0].hint
+            f"{data_spec.path}: none of {first} can be trained on: {seen.refused[0].said}", hint=seen.refused[0].hint
         )
     if seen.refused:
         yield (
-            f"{each.path}: {len(seen.refused)} of {first} cannot be trained on and are skipped; the first: "
+            f"{data_spec.path}: {len(seen.refused)} of {first} cannot be trained on and are skipped; the first: "
             f"{seen.refused[0].said}"
         )
     if sum(isinstance(error, SilencedError) for error in seen.refused) > MAX_SILENCED_SHARE * seen.num_rows:
-        yield f"{each.path}: if more than a tenth of all rows are affected, the job is rejected: {SILENCED_HINT}"
+        yield f"{data_spec.path}: if more than a tenth of all rows are affected, the job is rejected: {SILENCED_HINT}"
     if lost := seen.lost.message(len(seen.encoded)):
-        yield f"{each.path}: {lost}; {chat.advice.on_omissions(seen.lost)}"
+        yield f"{data_spec.path}: {lost}; {chat.advice.on_omissions(seen.lost)}"
     if asked := seen.mismatches.message(len(seen.encoded), chat.advice.on_asking(seen.mismatches)):
-        yield f"{each.path}: {asked}"
+        yield f"{data_spec.path}: {asked}"
     cut_at = job_spec.training.cut_at
     if cut_at is None or not chat.tokenizer.counts:
         return
@@ -201,19 +201,19 @@ def _told(job_spec: JobSpec, chat: ChatFormat, each: DatasetSpec, seen: _Looked)
     longest = max((row.longest for row in seen.encoded), default=0)
     if len(cut_off) == len(seen.encoded):
         raise DatasetError(
-            f"{each.path}: nothing in {first} is trained on: the assistant's text begins after token {cut_at}, where "
-            "training.max_length truncates",
+            f"{data_spec.path}: nothing in {first} is trained on: the assistant's text begins after token {cut_at}, "
+            "where training.max_length truncates",
             hint=f"increase training.max_length: the longest of these rows has {longest} tokens",
             fix={"training.max_length": longest},
         )
     if cut_off:
         yield (
-            f"{each.path}: {len(cut_off)} of {first} are skipped: all trained text is after token {cut_at}, where "
+            f"{data_spec.path}: {len(cut_off)} of {first} are skipped: all trained text is after token {cut_at}, where "
             f"training.max_length truncates; the longest has {longest} tokens"
         )
     elif 2 * len(cut) > len(seen.encoded):
         yield (
-            f"{each.path}: {len(cut)} of {first} are truncated to training.max_length ({cut_at} tokens), and the "
+            f"{data_spec.path}: {len(cut)} of {first} are truncated to training.max_length ({cut_at} tokens), and the "
             f"rest is not trained on; the longest has {longest} tokens"
         )
 
@@ -235,7 +235,7 @@ def _check_ids(model: BaseModelInfo, chat: ChatFormat, seen: _Looked) -> None:
 
 def _num_embeddings(model: BaseModelInfo) -> int | None:
     """Return the number of rows of the language model's embeddings; None if the header does not show it for sure."""
-    found = {
+    sizes = {
         item.shape[0]
         for item in parameter.parameters(model)
         if item.role == "embedding"
@@ -243,7 +243,7 @@ def _num_embeddings(model: BaseModelInfo) -> int | None:
         and len(item.shape) == 2
         and item.module.rpartition(".")[2] in ("embed_tokens", "wte", "embed_in", "word_embeddings")
     }
-    return found.pop() if len(found) == 1 and not model.is_quantized else None
+    return sizes.pop() if len(sizes) == 1 and not model.is_quantized else None
 
 
 def _key(job_spec: JobSpec, model: BaseModelInfo, chat: ChatFormat, rows: bytes) -> bytes:

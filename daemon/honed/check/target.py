@@ -70,12 +70,12 @@ class Modules:
     @cached_property
     def containers(self) -> frozenset[str]:
         """Modules that only hold other modules."""
-        found = {
+        names = {
             ".".join(parts[:n])
             for parts in (name.split(".") for name in self.layers | self.flat | self.packed)
             for n in range(1, len(parts))
         }
-        return frozenset(found - self.layers - self.flat - self.packed)
+        return frozenset(names - self.layers - self.flat - self.packed)
 
     @cached_property
     def all(self) -> frozenset[str]:
@@ -128,13 +128,13 @@ def _source(model: BaseModelInfo) -> frozenset[str] | None:
     types = {model.model_type, *_nested_types(model.config)}
     if "auto_map" in model.config and model.model_type not in installed.known_model_types()[0]:
         return None
-    found: set[str] = set()
+    files: set[str] = set()
     for model_type in types:
         names = installed.attribute_names(installed.MODEL_TYPE_ALIASES.get(model_type, model_type))
         if names is None:
             return None
-        found |= names
-    return frozenset(found)
+        files |= names
+    return frozenset(files)
 
 
 def _nested_types(config: Mapping[str, Any]) -> Iterator[str]:
@@ -195,7 +195,7 @@ def check_adapter(adapter: AdapterInfo, model: BaseModelInfo) -> None:
     """Raise ModelError for an adapter of which the base model has no module, or not all tokens."""
     tokencheck.check_adapter(adapter, model)
     changed = {
-        found[1] for tensor in adapter.tensors if (found := re.search(r"(\w+)\.lora_[AB]\.weight$", tensor.name))
+        match[1] for tensor in adapter.tensors if (match := re.search(r"(\w+)\.lora_[AB]\.weight$", tensor.name))
     }
     if not changed or (modules := look(model)) is None or any(_is_known(name, modules) for name in changed):
         return
@@ -297,10 +297,15 @@ def _check_kind(
 ) -> None:
     """Raise SpecError for a name in `lora.target_modules` whose modules cannot carry an adapter."""
     key, others = f"lora.target_modules.{wanted.index(name)}", [item for item in wanted if item != name]
-    if _matching(name, modules.layers | modules.packed) or not (found := _matching(name, modules.all)):
+    if _matching(name, modules.layers | modules.packed) or not (modules_there := _matching(name, modules.all)):
         return
-    below = {other.removeprefix(f"{item}.") for item in found for other in modules.all if other.startswith(f"{item}.")}
-    if any(other in modules.packed for item in found for other in modules.all if other.startswith(f"{item}.")):
+    below = {
+        other.removeprefix(f"{item}.")
+        for item in modules_there
+        for other in modules.all
+        if other.startswith(f"{item}.")
+    }
+    if any(other in modules.packed for item in modules_there for other in modules.all if other.startswith(f"{item}.")):
         return
     held = [leaf for leaf in modules.leaves(parts) if leaf in {other.rpartition(".")[2] for other in below}]
     if held:
@@ -342,12 +347,12 @@ def _check_left(lora: LoraSpec, modules: Modules, parts: frozenset[Part], where:
     elif isinstance(wanted, str):
         chosen = {name for name in among if _fits(wanted, name)} if modules.is_plain else set()
     else:
-        found = [set(_matching(name, among)) for name in wanted]
+        matches = [set(_matching(name, among)) for name in wanted]
         if any(
-            not names and modules.may_have(name.rpartition(".")[2]) for name, names in zip(wanted, found, strict=True)
+            not names and modules.may_have(name.rpartition(".")[2]) for name, names in zip(wanted, matches, strict=True)
         ):
             return
-        chosen = set().union(*found)
+        chosen = set().union(*matches)
     trained = {name for name in chosen if modality.part(name) in parts}
     if chosen and not trained:
         elsewhere = sorted({modality.part(name) for name in chosen})
@@ -404,17 +409,17 @@ def _check_saved(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:
 def _check_parameters(lora: LoraSpec, modules: Modules, model: BaseModelInfo) -> Iterator[str]:
     """Check `target_parameters`: the worker refuses a name that is the end of no parameter's."""
     yield from ()
-    found = parameter.parameters(model)
-    loaded = [spelled for item in found for spelled in placement.spellings(item.name)]
+    parameters = parameter.parameters(model)
+    loaded = [spelled for item in parameters for spelled in placement.spellings(item.name)]
     for number, name in enumerate(lora.target_parameters or ()):
         words = name.removesuffix(".weight").removesuffix(".bias").split(".")
-        if flat := [item.name for item in found if len(item.shape) < 2 and _ends(item, name)]:
+        if flat := [item.name for item in parameters if len(item.shape) < 2 and _ends(item, name)]:
             raise SpecError(
                 f"lora.target_parameters.{number}: {flat[0]} is no matrix, and takes no adapter",
                 hint="remove it; lora.modules_to_save trains norms in full, lora.bias biases",
                 fix={"lora.target_parameters": [item for item in lora.target_parameters or () if item != name] or None},
             )
-        ended = [item for item in found if _ends(item, name)]
+        ended = [item for item in parameters if _ends(item, name)]
         others = lora.model_copy(update={"target_parameters": None})
         if twice := [key for item in ended if (key := parameter.key_of(others, item, model.model_type))]:
             raise SpecError(
@@ -436,8 +441,8 @@ def _check_parameters(lora: LoraSpec, modules: Modules, model: BaseModelInfo) ->
         )
 
 
-def _ends(each: Parameter, name: str) -> bool:
-    return any(spelled == name or spelled.endswith(f".{name}") for spelled in placement.spellings(each.name))
+def _ends(param: Parameter, name: str) -> bool:
+    return any(spelled == name or spelled.endswith(f".{name}") for spelled in placement.spellings(param.name))
 
 
 def _check_patterns(lora: LoraSpec, modules: Modules, where: str) -> Iterator[str]:

@@ -49,8 +49,8 @@ def check_adapter(adapter: AdapterInfo, model: BaseModelInfo) -> None:
 
 def _stored_ids(adapter: AdapterInfo) -> Iterator[int]:
     """Yield the ids in an adapter's config; it is another program's file."""
-    found = adapter.config.get("trainable_token_indices")
-    for item in found.values() if isinstance(found, dict) else [found]:
+    stored = adapter.config.get("trainable_token_indices")
+    for item in stored.values() if isinstance(stored, dict) else [stored]:
         yield from (number for number in (item if isinstance(item, list) else ()) if isinstance(number, int))
 
 
@@ -87,15 +87,15 @@ def _check_names(
         )
 
 
-def _check_ids(lora: LoraSpec, each: Parameter, ids: list[int], where: str) -> None:
-    beyond = [number for number in ids if number >= each.shape[0]]
+def _check_ids(lora: LoraSpec, param: Parameter, ids: list[int], where: str) -> None:
+    beyond = [number for number in ids if number >= param.shape[0]]
     if not beyond:
         return
     place = _key_of(lora, ids)
-    kept = [number for number in ids if number < each.shape[0]]
+    kept = [number for number in ids if number < param.shape[0]]
     raise SpecError(
-        f"{place}.{ids.index(beyond[0])}: {_leaf(each)} of {where} has no row {beyond[0]}: the last of its "
-        f"{each.shape[0]:,} is {each.shape[0] - 1}",
+        f"{place}.{ids.index(beyond[0])}: {_leaf(param)} of {where} has no row {beyond[0]}: the last of its "
+        f"{param.shape[0]:,} is {param.shape[0] - 1}",
         hint="the ids are those of the base model's tokenizer; new tokens need a base model that has them",
         fix={place: kept} if kept else {KEY: None},
     )
@@ -108,23 +108,23 @@ def _key_of(lora: LoraSpec, ids: list[int]) -> str:
     return f"{KEY}.{next(name for name, item in asked.items() if item is ids)}"
 
 
-def _check_once(lora: LoraSpec, each: Parameter) -> None:
+def _check_once(lora: LoraSpec, param: Parameter) -> None:
     """Raise SpecError if another key trains the module, too; peft cannot do both."""
-    if (key := parameter.key_of(lora, each)) is None:
+    if (key := parameter.key_of(lora, param)) is None:
         return
     means = "it trains all tokens in full" if key == "modules_to_save" else "it adapts all tokens"
     value = getattr(lora, key)
-    left = [name for name in value if not _names(name, each)] if isinstance(value, list) else []
+    left = [name for name in value if not _names(name, param)] if isinstance(value, list) else []
     fix: Fix = {f"lora.{key}": left or None} if isinstance(value, list) and (left or key != "target_modules") else {}
     raise SpecError(
-        f"{KEY}: {_leaf(each)} is in lora.{key} too: {means}",
-        hint=f"remove {_leaf(each)} from {key}, or remove trainable_token_indices",
+        f"{KEY}: {_leaf(param)} is in lora.{key} too: {means}",
+        hint=f"remove {_leaf(param)} from {key}, or remove trainable_token_indices",
         fix=fix or {KEY: None},
     )
 
 
-def _names(name: str, each: Parameter) -> bool:
-    return each.module.endswith(name.removesuffix(".weight")) or f".{name}." in f".{each.module}."
+def _names(name: str, param: Parameter) -> bool:
+    return param.module.endswith(name.removesuffix(".weight")) or f".{name}." in f".{param.module}."
 
 
 def _check_bias(lora: LoraSpec, loaded: tuple[Parameter, ...], tied: Parameter | None, where: str) -> None:
@@ -141,5 +141,5 @@ def _check_bias(lora: LoraSpec, loaded: tuple[Parameter, ...], tied: Parameter |
             )
 
 
-def _leaf(each: Parameter) -> str:
-    return each.module.rpartition(".")[2]
+def _leaf(param: Parameter) -> str:
+    return param.module.rpartition(".")[2]

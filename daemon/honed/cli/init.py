@@ -211,7 +211,7 @@ def _settled(instance: Instance, made: Draft, method: str | None) -> Verdict:
                 fix |= {"training.eval_strategy": None, "predictions": None}
             made.job = problem.mended(made.job, fix)
             why = re.sub(r"^line \d+: ", "", quote.show(error.message)).splitlines()[0]
-            made.changes.append(f"{', '.join(problem.told_fix(error.fix))}: {why}")
+            made.changes.append(f"{', '.join(problem.fix_lines(error.fix))}: {why}")
             continue
         training = made.job["training"]
         batch = training["per_device_train_batch_size"]

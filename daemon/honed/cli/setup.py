@@ -22,7 +22,7 @@ from pathlib import Path
 from honed.cli import terminal
 from honed.job import tree
 from honed.system import argument, device, durable, environment, python, training
-from honed.system.environment import tell
+from honed.system.environment import say
 from honed.system.error import EnvironmentInvalidError, HonedError, NotPermittedError
 from honed.system.installed import WINDOWS
 
@@ -75,7 +75,7 @@ def install(options: argparse.Namespace) -> int:
     kind = options.device or ("cuda" if device.cuda_devices() else "cpu")
     at = training.DIR / f"{kind}-{_digest(recipe)}"
     if not (at / training.STAMP).exists():
-        tell(f"honed-setup: {at}: {'continued' if at.exists() else 'a new environment'}")
+        say(f"honed-setup: {at}: {'continued' if at.exists() else 'a new environment'}")
         _forget_unfinished(at)
         variables = {**os.environ, "PYTHON": os.path.realpath(sys.executable)}
         variables.pop(training.VARIABLE, None)
@@ -83,7 +83,7 @@ def install(options: argparse.Namespace) -> int:
         variables |= {name: str(value) for name, value in given.items() if value}
         variables |= {"PIP_NO_INDEX": "1"} if options.no_index else {}
         command = [recipe / "scripts/setup", "--into", at, "--device", kind]
-        if status := environment.run_told(command, environment=variables):
+        if status := environment.run_shown(command, environment=variables):
             raise EnvironmentInvalidError(
                 f"{at}: incomplete (exit status {status}); the lines above say why",
                 hint="fix that and run honed-setup again, which continues; --index-url and --find-links name sources",
@@ -92,18 +92,18 @@ def install(options: argparse.Namespace) -> int:
         if training.CURRENT.exists():
             before = training.packages_of(training.CURRENT.resolve())
             for line in environment.copy_metrics(before, training.packages_of(at)):
-                tell(f"honed-setup: {line}")
+                say(f"honed-setup: {line}")
         durable.write(at / training.STAMP, f"{kind}\n".encode())
     if training.CURRENT.resolve() == at:
-        tell(f"honed-setup: {at}: installed already")
+        say(f"honed-setup: {at}: installed already")
         return 0
     _switch(at)
     # honed and its children find the new packages; running jobs are units of their own.
     words = ["systemctl", "try-restart", "honed.service", "honed-send.service"]
     if Path("/run/systemd/system").is_dir():
-        tell(f"honed-setup: {' '.join(words)}")
+        say(f"honed-setup: {' '.join(words)}")
         subprocess.run(words, check=False)
-    tell(f"honed-setup: done: new jobs use {at}; honectl doctor checks it")
+    say(f"honed-setup: done: new jobs use {at}; honectl doctor checks it")
     return 0
 
 
@@ -118,11 +118,11 @@ def status() -> int:
             "" if at.name.endswith(digest) else "of another version of the package",
             f"processes: {', '.join(map(str, users))}" if users else "",
         ]
-        tell(f"{at}: {'; '.join(filter(None, notes))}")
+        say(f"{at}: {'; '.join(filter(None, notes))}")
     if not current.is_dir():
-        tell(f"{training.MISSING}: {training.REMEDY}")
+        say(f"{training.MISSING}: {training.REMEDY}")
     elif not is_current():
-        tell(f"the environment in use is of another version of the package: {training.REMEDY}")
+        say(f"the environment in use is of another version of the package: {training.REMEDY}")
     else:
         return 0
     return 1
@@ -141,11 +141,11 @@ def remove_old() -> int:
         if at in kept:
             continue
         if users := list(environment.running_from(at)):
-            tell(f"honed-setup: {at}: kept, process {', '.join(map(str, users))} runs from it")
+            say(f"honed-setup: {at}: kept, process {', '.join(map(str, users))} runs from it")
         elif not is_free(at):
-            tell(f"honed-setup: {at}: kept, a process uses it")
+            say(f"honed-setup: {at}: kept, a process uses it")
         else:
-            tell(f"honed-setup: remove {at}")
+            say(f"honed-setup: remove {at}")
             tree.clear(at)
     return 0
 

@@ -127,7 +127,7 @@ def say_error(error: ErrorRecord, *, prefix: str = "") -> None:
 
 def complain(error: HonedError, *, prefix: str) -> None:
     """Print an error on stderr."""
-    for line in [f"{prefix}{error.told}", *([f"hint: {error.hint}"] if error.hint else [])]:
+    for line in [f"{prefix}{error.shown}", *([f"hint: {error.hint}"] if error.hint else [])]:
         print(plain(line).replace("\n", "\n  "), file=sys.stderr)
 
 

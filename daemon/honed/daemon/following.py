@@ -122,7 +122,7 @@ class Following:
         last = next((one for one in reversed(reading.events) if one.kind == "evaluation"), None)
         for item in reading.events:
             if item.kind != "evaluation" or item is last:  # a flood of them says no more than its last one
-                self.narrator.tell(job, item)
+                self.narrator.log_event(job, item)
             self._heard(job, item)
         return num_bytes
 

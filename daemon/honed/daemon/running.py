@@ -290,7 +290,7 @@ class Running:
 
     def _fall_back(self, outcome: Outcome) -> None:
         """Start a new process without Unsloth, which cannot run the job as planned; no attempt is used up."""
-        reason, public_reason = (outcome.error.message, outcome.error.told) if outcome.error else ("", "")
+        reason, public_reason = (outcome.error.message, outcome.error.shown) if outcome.error else ("", "")
         log.warning(
             "job %d (%s): falls back to transformers: %s",
             self.job.id,

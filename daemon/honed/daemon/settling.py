@@ -130,5 +130,5 @@ class Settling:
         else:
             self._database.is_behind = True
             self._database.uncounted.add(job.id)
-        ending.tell(job, outcome, step, remedy)
+        ending.log_end(job, outcome, step, remedy)
         return job

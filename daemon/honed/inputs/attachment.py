@@ -164,8 +164,8 @@ def overlooked(
             kind, column = _kind_by_name(item)
             if kind is not None and column not in names and not (isinstance(item, dict) and item.get("bytes") in data):
                 called = quote.name(key)
-                said = f"the column `{called}` seems to contain {PLURAL[kind]}, but is not read"
-                yield f"{said}: `columns: {{{kind}: {called}}}`"
+                text = f"the column `{called}` seems to contain {PLURAL[kind]}, but is not read"
+                yield f"{text}: `columns: {{{kind}: {called}}}`"
                 break
     for kind in KINDS:
         if not media and _count(messages, f"<{kind}>"):
@@ -175,7 +175,6 @@ def overlooked(
 
 
 def _kind_by_name(value: Any) -> tuple[Kind | None, str]:
-    """Return the kind of media that a column's value appears to name, and the file name."""
     name = value.get("path") if isinstance(value, dict) else value
     if not isinstance(name, str) or len(name) > MAX_PATH or "\n" in name:
         return None, ""
@@ -231,7 +230,6 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def _parts(messages: Sequence[Mapping[str, Any]], kind: Kind | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the parts that are not text, in order."""
     for message in messages:
         for item in message["content"] if isinstance(message["content"], list) else []:
             if item["type"] != "text" and kind in (None, item["type"]):
@@ -239,7 +237,6 @@ def _parts(messages: Sequence[Mapping[str, Any]], kind: Kind | None = None) -> I
 
 
 def _marked(message: dict[str, Any], marks: Mapping[str, Kind]) -> dict[str, Any]:
-    """Return a message with its text split at every marker."""
     content = message["content"]
     if not marks or not _is_read(message) or not any(mark in text for mark in marks for text in _texts(message)):
         return message
@@ -317,7 +314,6 @@ def _bare(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_frames(kind: Kind, value: Sequence[Any]) -> bool:
-    """Return True if a list is one video, given as images."""
     return kind == "video" and all(map(_is_frame, value))
 
 

@@ -35,7 +35,7 @@ ORDERS: dict[Order, str] = {
 
 def digest(example: Example) -> bytes:
     """Return a digest of a row's content: the same for rows that a model would see as the same."""
-    said = [
+    content = [
         example.kind,
         _stripped(example.messages),
         example.tools,
@@ -45,7 +45,7 @@ def digest(example: Example) -> bytes:
         [(media.kind, *map(str, media.paths), _digest(media.data or b"").hex()) for media in example.media],
         *map(_stripped, example.others),
     ]
-    return _digest(_as_json(said).encode(errors="replace"))
+    return _digest(_as_json(content).encode(errors="replace"))
 
 
 _as_json = json.JSONEncoder(ensure_ascii=False, sort_keys=True, default=str).encode

@@ -104,9 +104,9 @@ def mixed(path: Path, paths: Sequence[Path]) -> Mixed | None:
     """
     if path.is_file():
         return None
-    said = {file: _said(path, file) for file in paths}
-    held_out = [file for file, word in said.items() if word is not None and _WORDS[word] != "train"]
-    train = [file for file, word in said.items() if word is not None and _WORDS[word] == "train"]
+    words = {file: _said(path, file) for file in paths}
+    held_out = [file for file, word in words.items() if word is not None and _WORDS[word] != "train"]
+    train = [file for file, word in words.items() if word is not None and _WORDS[word] == "train"]
     if not held_out or len(held_out) == len(paths):
         return None
     stems = {_stem(file) for file in paths}
@@ -243,14 +243,14 @@ def _of_split(path: Path, listed: Sequence[Path], split: str) -> list[Path]:
         if name == split or (is_word and re.split("[^0-9A-Za-z]", name)[0] == split)
     ]:
         return chosen
-    said = {file: _said(path, file) for file in listed}
-    if chosen := [file for file, word in said.items() if word == split]:
+    words = {file: _said(path, file) for file in listed}
+    if chosen := [file for file, word in words.items() if word == split]:
         return chosen
     meant = _WORDS.get(split)
-    if chosen := [file for file, word in said.items() if word is not None and _WORDS[word] == meant]:
+    if chosen := [file for file, word in words.items() if word is not None and _WORDS[word] == meant]:
         return chosen
-    if meant == "train" and any(said.values()):
-        return [file for file, word in said.items() if word is None]
+    if meant == "train" and any(words.values()):
+        return [file for file, word in words.items() if word is None]
     return []
 
 
@@ -276,7 +276,6 @@ def _word(name: str) -> str | None:
 
 
 def _stem(file: Path) -> str:
-    """Return a file's name without the suffixes of its format."""
     name = file.name
     while form_of(Path(name)) is not None:
         name = Path(name).stem
@@ -284,7 +283,6 @@ def _stem(file: Path) -> str:
 
 
 def _unnumbered(stem: str) -> str:
-    """Return a name without the number of its shard."""
     return shard["split"] if (shard := _SHARD.fullmatch(stem)) is not None else stem
 
 

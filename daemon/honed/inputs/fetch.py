@@ -218,7 +218,6 @@ class Download:
                 raise TransientError(f"{file.name}: received {got} of {file.num_bytes} bytes")
 
     def _keep(self, out: Any, num_bytes: int) -> None:
-        """Truncate a part to its first bytes."""
         self.progress["bytes"] -= out.tell() - num_bytes
         out.truncate(num_bytes)
         out.seek(0, os.SEEK_END)

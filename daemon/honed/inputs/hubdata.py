@@ -55,7 +55,6 @@ def choose(names: Iterable[str], card: bytes | None, wanted: Missing) -> list[st
 
 
 def _is_readable(name: str) -> bool:
-    """Return True for a data file whose name does not lead out of its directory."""
     parts = name.split("/")
     is_plain = name.isprintable() and all(part and not part.startswith(".") for part in parts)
     return is_plain and form_of(Path(name)) is not None and parts[-1] not in datadir.METADATA
@@ -251,8 +250,8 @@ def find(cache_dir: Path, asked: Missing) -> DatasetPlace | None:
         for name in files
     ]
     card = path / CARD
-    said = card.read_bytes() if card.is_file() and card.stat().st_size <= MAX_CARD_BYTES else None
-    return DatasetPlace(commit, path, tuple(choose(there, said, asked)))
+    content = card.read_bytes() if card.is_file() and card.stat().st_size <= MAX_CARD_BYTES else None
+    return DatasetPlace(commit, path, tuple(choose(there, content, asked)))
 
 
 def located(

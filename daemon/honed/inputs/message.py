@@ -79,21 +79,21 @@ def weight_of(turn: Mapping[str, Any], role: str, number: int) -> dict[str, bool
             "not at all",
             hint="remove it, and set `weight: 0` on turns that are not to be trained on",
         )
-    said = {key: turn[key] for key in WEIGHTS if turn.get(key) is not None}
-    for key, value in said.items():
+    weights = {key: turn[key] for key in WEIGHTS if turn.get(key) is not None}
+    for key, value in weights.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise RefusedRowError(
                 f"message {number}: `{key}` is {shown(value)}, but must be 1 or 0",
                 hint="write 1 or 0 (true or false), or remove it: every assistant turn is trained on by default",
             )
-    trained = {key: bool(value) != WEIGHTS[key] for key, value in said.items()}
+    trained = {key: bool(value) != WEIGHTS[key] for key, value in weights.items()}
     if len(set(trained.values())) > 1:
-        keys = " and ".join(f"`{key}: {shown(said[key])}`" for key in trained)
+        keys = " and ".join(f"`{key}: {shown(weights[key])}`" for key in trained)
         raise RefusedRowError(f"message {number}: {keys} contradict each other", hint="keep only one of them")
     if any(trained.values()) and role != "assistant":
         key = next(iter(trained))
         raise RefusedRowError(
-            f"message {number}: `{key}: {shown(said[key])}` on a turn of the {role}: only assistant turns are "
+            f"message {number}: `{key}: {shown(weights[key])}` on a turn of the {role}: only assistant turns are "
             "trained on",
             hint="remove it there; to train on the full text, use `text` rows",
         )

@@ -214,7 +214,6 @@ def unread_message(names: Sequence[str], format: str) -> str:  # noqa: A002
 
 
 def _renamed(row: Mapping[str, Any], columns: Mapping[str, str] | None) -> Mapping[str, Any]:
-    """Return the row under our names; `columns` maps our names to those of the data set."""
     if not columns:
         return row
     return {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}

@@ -324,7 +324,6 @@ def _is_figure(value: Any) -> bool:
 
 
 def _box(x1: float, y1: float, x2: float, y2: float) -> Box:
-    """Return a box from two corners in any order."""
     return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
 
 

@@ -44,7 +44,7 @@ def has_passed(job: JobFiles, number: int, start: int) -> bool:
     """Return True if this start of such a worker was let through its gate, by this user: the job's could write a pass
     of its own, or put a pipe in its place."""
     try:
-        found = Pass.from_json(untrusted.read_plain(job.gate_path, max_bytes=MAX_BYTES, owners={os.geteuid()}))
+        given = Pass.from_json(untrusted.read_plain(job.gate_path, max_bytes=MAX_BYTES, owners={os.geteuid()}))
     except (OSError, ValueError, RecursionError):
         return False
-    return (found.number, found.start) == (number, start)
+    return (given.number, given.start) == (number, start)

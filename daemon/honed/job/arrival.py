@@ -209,12 +209,12 @@ class Arrivals:
 
     def dropped_of(self, names: Iterable[str]) -> list[Dropped]:
         """Return those of these files in incoming/ that are ready to be claimed, in order of arrival."""
-        found = []
+        dropped = []
         for name, info in untrusted.infos(self._spool.incoming, filter(_is_finished, names)):
             # The change time, because a rename updates it and leaves the other times.
             uid = self._holders.of(info.st_uid) if self._has_workers_user else info.st_uid
-            found.append((info.st_ctime_ns, name, uid, info.st_ino))
-        return [Dropped(self._spool.incoming / name, uid, ino, changed) for changed, name, uid, ino in sorted(found)]
+            dropped.append((info.st_ctime_ns, name, uid, info.st_ino))
+        return [Dropped(self._spool.incoming / name, uid, ino, changed) for changed, name, uid, ino in sorted(dropped)]
 
     def claim(self, arrival: PersonPath) -> Claim | None:
         """Claim an arrival under a new number; None if it is gone. A crash leaves it in incoming/ or in claimed/.
@@ -394,14 +394,16 @@ class Arrivals:
 
     def claims(self, *, but: Container[int] = (), limit: int | None = None) -> list[Claim]:
         """Return up to `limit` arrivals that are claimed but neither accepted nor rejected, skipping those in `but`."""
-        found: list[Claim] = []
+        claims: list[Claim] = []
         for number, submitter, place in sorted(_places(self._spool.claimed_dir), key=lambda item: item[0]):
-            if limit is not None and len(found) >= limit:
+            if limit is not None and len(claims) >= limit:
                 break
             if number not in but and number not in self._damaged and place.is_dir():
                 names = [name for name in names_in(place) if not name.startswith(".")]
-                found += [Claim(number, PersonPath(place, (name,)), submitter, place.stat().st_mtime) for name in names]
-        return found
+                claims += [
+                    Claim(number, PersonPath(place, (name,)), submitter, place.stat().st_mtime) for name in names
+                ]
+        return claims
 
     # -- recovery -----------------------------------------------------------------------------------------------------
 
@@ -484,8 +486,8 @@ def _recover_claim(spool: Spool, claim: Claim) -> None:
 
 def _are_same(one: PersonPath, other: PersonPath) -> bool:
     """Return True if two names are of one file; False if one is gone."""
-    found = [info for path in (one, other) for _, info in untrusted.infos(path.parent, [path.name])]
-    return len(found) == 2 and os.path.samestat(*found)
+    infos = [info for path in (one, other) for _, info in untrusted.infos(path.parent, [path.name])]
+    return len(infos) == 2 and os.path.samestat(*infos)
 
 
 def _drop_refused(spool: Spool) -> None:

@@ -1,6 +1,6 @@
 """In-memory index of all jobs of a spool. Only the daemon, which alone moves entries, keeps one.
 
-It is read from the entries once at start and updated at each commit. A query over all jobs (a name, the order of the
+It is read from the entries once at start and updated at every commit. A query over all jobs (a name, the order of the
 list, the owner of an output directory) therefore does not get slower with the number of jobs. Of ended jobs it has what
 such queries ask for (brief.py), and reads an entry when the whole job is asked for.
 """
@@ -33,7 +33,7 @@ def key(job: Listed) -> Key:
 
 
 class Catalog:
-    """The latest entry of each job. Call `put` and `drop` only after the change is durable.
+    """The latest entry of every job. Call `put` and `drop` only after the change is durable.
 
     `load` returns the whole job of one in brief, None if its entry is gone; where all are whole, it is not called.
     `identities`: of the entries of ended jobs that are whole, until `shorten`.
@@ -66,9 +66,9 @@ class Catalog:
         self._reserved: dict[int, Job] = {}
         self._listeners: list[Callable[[Listed | None, Job | None], None]] = []
 
-    def listen(self, told: Callable[[Listed | None, Job | None], None]) -> None:
-        """Register a callback for each change: it gets the job before and after; None where there was or is none."""
-        self._listeners.append(told)
+    def listen(self, listener: Callable[[Listed | None, Job | None], None]) -> None:
+        """Register a callback for every change: it gets the job before and after; None where there was or is none."""
+        self._listeners.append(listener)
 
     def put(self, job: Job, kept: Brief | None = None) -> None:
         """Add a new job or replace a changed one; `kept` is what is kept of it, if not the whole."""
@@ -100,8 +100,8 @@ class Catalog:
             if not new.state.is_final:
                 self.reserve(new)
                 del self._reserved[new.id]
-        for told in self._listeners:
-            told(old, new)
+        for listener in self._listeners:
+            listener(old, new)
 
     def _rename(self, job: Listed, *, is_there: bool) -> None:
         numbers = self._named.setdefault(job.name, [])
@@ -141,11 +141,11 @@ class Catalog:
 
     def get(self, job_id: int) -> Job | None:
         """Return a job. Raises OSError if the machine prevents reading an ended one's entry."""
-        found = self._jobs.get(job_id)
-        if not isinstance(found, Brief):
-            return found
+        live = self._jobs.get(job_id)
+        if not isinstance(live, Brief):
+            return live
         if (job := self._changing.get(job_id) or self._recent.get(job_id)) is None:
-            if (job := self._load(found)) is None:
+            if (job := self._load(live)) is None:
                 self.drop(job_id)
             else:
                 self._keep(job)
@@ -189,8 +189,8 @@ class Catalog:
         rank = _RANKS.get(state, _ENDED)
         first = bisect_left(self._order, (rank,))
         last = bisect_left(self._order, (rank + 1,))
-        found = self._each(self._order[first:last])
-        return found if rank < _ENDED else (job for job in found if job.state is state)
+        jobs = self._each(self._order[first:last])
+        return jobs if rank < _ENDED else (job for job in jobs if job.state is state)
 
     def unfinished(self, state: State) -> Iterator[Job]:
         """Iterate over the jobs in a state that is not final, in list order."""

@@ -55,23 +55,23 @@ def compare(truth: str, written: str) -> list[Piece]:
     if len(theirs) > MAX_PIECES or len(ours) > MAX_PIECES:
         whole = [(Kind.MISSING, truth), (Kind.WRONG, written)] if truth != written else [(Kind.SAME, truth)]
         return [Piece(kind, text) for kind, text in whole if text]
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for code, a, b, c, d in difflib.SequenceMatcher(None, theirs, ours, autojunk=False).get_opcodes():
         if code == "equal":
-            found.append(Piece(Kind.SAME, "".join(theirs[a:b])))
+            pieces.append(Piece(Kind.SAME, "".join(theirs[a:b])))
             continue
         gone, new = "".join(theirs[a:b]), "".join(ours[c:d])
-        found += [Piece(kind, text) for kind, text in ((Kind.MISSING, gone), (Kind.WRONG, new)) if text]
-    return found
+        pieces += [Piece(kind, text) for kind, text in ((Kind.MISSING, gone), (Kind.WRONG, new)) if text]
+    return pieces
 
 
 def chosen(rows: Iterable[Prediction], *, sample: int | None = None, step: int | None = None) -> list[Prediction]:
     """Return the rows of one example, of one step, or both. Step -1 is the last step."""
-    found = [row for row in rows if sample is None or row["sample_index"] == sample]
+    there = [row for row in rows if sample is None or row["sample_index"] == sample]
     if step is not None:
-        at = max((row["step"] for row in found), default=0) if step == -1 else step
-        found = [row for row in found if row["step"] == at]
-    return found
+        at = max((row["step"] for row in there), default=0) if step == -1 else step
+        there = [row for row in there if row["step"] == at]
+    return there
 
 
 def is_right(row: Mapping[str, Any]) -> bool:
@@ -83,7 +83,7 @@ def is_right(row: Mapping[str, Any]) -> bool:
 def answer(written: str, truth: str) -> str:
     """Return a prediction without its leading reasoning if the reference has none.
 
-    Chat templates such as Qwen3's put empty `<think>` tags before each trained answer but not into the prompt of a
+    Chat templates such as Qwen3's put empty `<think>` tags before every trained answer but not into the prompt of a
     prediction: the model has learned to write them itself.
     """
     written = written.strip()
@@ -114,7 +114,7 @@ def _cell(value: Any) -> Any:
 
 
 def by_sample(rows: Iterable[Prediction]) -> Iterator[tuple[int, list[Prediction]]]:
-    """Yield the rows of each example, ordered by step."""
+    """Yield the rows of every example, ordered by step."""
     ranked = sorted(rows, key=lambda row: (row["sample_index"], row["step"]))
     for index, mine in itertools.groupby(ranked, key=itemgetter("sample_index")):
         yield index, list(mine)
@@ -129,8 +129,8 @@ def spec_of(job: Shown) -> Flat:
 
 def plan_of(job: Shown) -> Flat:
     """Return a job's plan without reasons, and without what was so on the machine just then."""
-    found = flat({key: value for key, value in job["plan"].items() if key not in _OF_ONE_JOB})
-    return {key: value for key, value in found.items() if ".reasons" not in f".{key}" and key not in _OF_THE_MOMENT}
+    plan = flat({key: value for key, value in job["plan"].items() if key not in _OF_ONE_JOB})
+    return {key: value for key, value in plan.items() if ".reasons" not in f".{key}" and key not in _OF_THE_MOMENT}
 
 
 def scores_of(job: Shown) -> dict[str, float]:
@@ -151,10 +151,10 @@ def flat(value: Any, above: str = "") -> Flat:
             pairs = [(str(number), item) for number, item in enumerate(value)]
         case _:
             return {above: value} if above else {}
-    found: Flat = {}
+    leaves: Flat = {}
     for key, pair in pairs:
-        found |= flat(pair, f"{above}.{key}" if above else key)
-    return found
+        leaves |= flat(pair, f"{above}.{key}" if above else key)
+    return leaves
 
 
 def differences(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

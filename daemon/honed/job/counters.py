@@ -4,7 +4,7 @@
                                   └── at most every few seconds ──► counters.json ──► honed-web, honectl metrics
 
 The file also records how far each job was counted. After a crash the difference to the entries is counted, so each of
-these is counted exactly once, whatever kills honed: a job's acceptance, its first start, the end of each attempt with
+these is counted exactly once, whatever kills honed: a job's acceptance, its first start, the end of every attempt with
 its outcome, device time, written bytes, fallback, resumption and adjustment, and each time that it finishes. Only what
 is in the file is published, so no value ever decreases; a prune or a rebuilt honed.db changes nothing.
 
@@ -89,7 +89,7 @@ HISTOGRAMS = {
 class Observed(TypedDict):
     """The values of one histogram and label."""
 
-    counts: list[int]  #: values in each bucket alone, with that of +Inf
+    counts: list[int]  #: values in every bucket alone, with that of +Inf
     sum: float  #: seconds
 
 
@@ -134,7 +134,7 @@ class Counters:
             self._catch_up()
         else:
             self._begin()
-        self._spool.catalog.listen(self._told)
+        self._spool.catalog.listen(self._count_change)
 
     def patience(self) -> float:
         """Return the seconds until the file is to be written."""
@@ -168,7 +168,7 @@ class Counters:
 
     # -- what is counted ----------------------------------------------------------------------------------------------
 
-    def _told(self, old: Listed | None, new: Job | None) -> None:
+    def _count_change(self, old: Listed | None, new: Job | None) -> None:
         if new is not None:
             self._count(new)
         elif old is not None:
@@ -225,7 +225,7 @@ class Counters:
         self._pruned = self._spool.pruned.ids()
         self._rejected = set(self._refused()[0])
         self._is_behind = True
-        self.tend(is_last=True)  # at once, as later nobody could tell what is not to be counted
+        self.tend(is_last=True)  # at once, as later nobody would know what is not to be counted
 
     def _catch_up(self) -> None:
         """Count what happened between the last write and the end of the last daemon."""
@@ -239,34 +239,34 @@ class Counters:
                 with passed_over(self._spool.entries.path(item.id, item.state)):  # counted once it can be read
                     if (job := self._spool.job(item.id)) is not None:
                         self._count(job)
-        found, are_all = self._refused()
-        for number, code in found.items():
+        refusals, are_all = self._refused()
+        for number, code in refusals.items():
             self.count_rejection(number, code, None)
         # Numbers are never used again: those of which nothing is left need not be kept.
-        self._rejected = self._rejected & found.keys() if are_all else self._rejected
+        self._rejected = self._rejected & refusals.keys() if are_all else self._rejected
         self._pruned &= pruned
         known = {*pruned, *self._spool.corrupt.numbers(), *(job.id for job in self._spool.catalog)}
         self._marks = {number: mark for number, mark in self._marks.items() if number in known}
 
     def _refused(self) -> tuple[dict[int, str], bool]:
-        """Return the code of each file in rejected/ by its number, and whether all could be read. One that is still
+        """Return the code of every file in rejected/ by its number, and whether all could be read. One that is still
         claimed is not rejected yet."""
-        found: dict[int, str] = {}
+        codes: dict[int, str] = {}
         are_all = True
         try:
             claimed = {path.parent.name.partition(".")[0] for path in self._spool.claimed_dir.glob("[0-9]*/*")}
             paths = refusals.listed(self._spool.rejected)
         except OSError as error:
             log.warning("%s: the files in it are not counted: %s", self._spool.rejected_dir, error)
-            return found, False
+            return codes, False
         for path in paths:
             try:
                 if (reason := refusals.read(path)) is not None and str(reason.number) not in claimed:
-                    found[reason.number] = reason.code
+                    codes[reason.number] = reason.code
             except OSError as error:
                 log.warning("%s: not counted: %s", path, error)
                 are_all = False
-        return found, are_all
+        return codes, are_all
 
     def _read(self, content: bytes) -> bool:
         """Take the file's content. Returns True. Raises an exception if it is damaged."""

@@ -4,7 +4,7 @@
     metrics                one row per value: loss, mean_token_accuracy, eval_loss, predictions/exact_match, …
     training_predictions   the model's answer for a held-out example, and the reference
     events                 all other events of workers
-    offsets                bytes of each attempt's events.jsonl that were read; of attempt 0, see pending.py
+    offsets                bytes of every attempt's events.jsonl that were read; of attempt 0, see pending.py
     *_v1                   views for other tools, see views.py
 
 An attempt's events and its offset change in one transaction, so each line counts once even if the daemon crashes.
@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import itertools
 import json
 import logging
 import math
+import os
 import sqlite3
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -40,7 +43,7 @@ from honed.system.message import DATABASE_DAMAGED
 log = logging.getLogger(__name__)
 
 #: Statements that bring a database from a version to the next one. They keep rows of jobs whose files were removed
-#: since, which could not be rebuilt. Views (views.py) are recreated at each start. A version without a change keeps an
+#: since, which could not be rebuilt. Views (views.py) are recreated at every start. A version without a change keeps an
 #: earlier honed from an instance that it would misread: the database is the one file whose version every honed checks.
 #: The schema of 0.2.0 has version 1.
 MIGRATIONS: dict[int, str] = {}
@@ -74,6 +77,8 @@ PUT_JOB = (
 #: Evaluations from a step on of which the first in time is found: only a resume repeats or adds any. And those that are
 #: passed over for it, because their loss was no number.
 MAX_REPEATED, MAX_WITHOUT = 16, 1000
+#: Errors of stat(2) where there is no file.
+GONE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 #: The highest integer of SQLite.
 MAX_INTEGER = 2**63 - 1
 #: Milliseconds that the daemon's own connection waits for a lock once it is open, and its loop with it. What could not
@@ -101,7 +106,7 @@ _WRITTEN = "SELECT kind, data FROM events WHERE job_id = ? AND attempt = ? AND k
 _EVALUATED = """
     SELECT (SELECT max(step) FROM metrics WHERE job_id = jobs.id AND name = 'eval_loss'), progress
     FROM jobs WHERE id = ?"""
-#: The last value of each score of these jobs (a list in JSON): each name is looked for in the index, for its own rows.
+#: The last value of every score of these jobs (a list in JSON): each name is looked for in the index, for its own rows.
 _SCORES = f"""
     WITH RECURSIVE scored (job_id, name, num) AS (
         SELECT job.value, (SELECT name FROM metrics WHERE job_id = job.value
@@ -110,14 +115,14 @@ _SCORES = f"""
         SELECT job_id, (SELECT metrics.name FROM metrics WHERE metrics.job_id = scored.job_id
             AND metrics.name > scored.name AND metrics.name < 'predictions0' ORDER BY metrics.name LIMIT 1), num + 1
             FROM scored WHERE name IS NOT NULL AND num < {MAX_SCORES}),
-    told (job_id, name) AS (
+    wanted (job_id, name) AS (
         SELECT job_id, name FROM scored WHERE name IS NOT NULL
         UNION SELECT value, 'eval_loss' FROM json_each(?1)
         UNION SELECT value, 'predictions/exact_match' FROM json_each(?1))
     SELECT job_id, name, (SELECT value FROM (
-        SELECT attempt, step, value FROM metrics WHERE job_id = told.job_id AND name = told.name
+        SELECT attempt, step, value FROM metrics WHERE job_id = wanted.job_id AND name = wanted.name
             ORDER BY step DESC, rowid DESC LIMIT {MAX_SCORED})
-        WHERE value IS NOT NULL ORDER BY attempt DESC, step DESC LIMIT 1) FROM told"""
+        WHERE value IS NOT NULL ORDER BY attempt DESC, step DESC LIMIT 1) FROM wanted"""
 
 
 def progress_of(data: Mapping[str, Any]) -> Progress:
@@ -158,8 +163,38 @@ class _Files:
     def are_replaced(self) -> bool:
         return self._identities() != self._opened
 
+    def make_way(self) -> None:
+        """Move aside what is there instead of a file, or remove the journal of a database that is gone."""
+        if obstacle := self._obstacle:
+            self.set_aside(obstacle)
+        elif not self._path.exists():
+            self.remove_journal()
+
+    def remove(self) -> None:
+        """Remove somebody else's file, perhaps without its journal; an obstacle stays."""
+        if not self._obstacle:
+            self._path.unlink(missing_ok=True)
+        self.remove_journal()
+
+    @property
+    def _obstacle(self) -> str:
+        """What is there instead of a file, or a link to one; empty if nothing is."""
+        try:
+            mode = self._path.stat().st_mode
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            return os.strerror(error.errno) if error.errno == errno.ELOOP else ""
+        if stat.S_ISREG(mode):
+            return ""
+        return "a directory, not a file" if stat.S_ISDIR(mode) else "not a regular file"
+
     def set_aside(self, why: str) -> None:
         aside = self._path.with_name(self._path.name + ".damaged")
+        if aside.is_dir() or self._path.is_dir():  # one cannot replace the other
+            more = (aside.with_name(f"{aside.name}-{number}") for number in itertools.count(2))
+            names = itertools.chain((aside,), more)
+            aside = next(each for each in names if not os.path.lexists(each))
         log.error("%s: %s; moved to %s and rebuilt", self._path, why, aside.name, extra=about(message=DATABASE_DAMAGED))
         self.remove_journal()
         self._path.rename(aside)
@@ -170,15 +205,17 @@ class _Files:
 
     def _identities(self) -> list[tuple[int, int] | None]:
         """Return the device and inode that the database's file names refer to now."""
-        found: list[tuple[int, int] | None] = []
+        identities: list[tuple[int, int] | None] = []
         for suffix in ("", "-wal"):
             try:
                 info = self._path.with_name(self._path.name + suffix).stat()
-            except FileNotFoundError:
-                found.append(None)
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+                identities.append(None)
             else:
-                found.append((info.st_dev, info.st_ino))
-        return found
+                identities.append((info.st_dev, info.st_ino))
+        return identities
 
 
 class Database:
@@ -199,8 +236,7 @@ class Database:
         self._db = self._open_or_begin()
 
     def _open_or_begin(self) -> sqlite3.Connection:
-        if not self.path.exists():
-            self._files.remove_journal()  # left by a database that is gone
+        self._files.make_way()
         try:
             return self._open()
         except sqlite3.DatabaseError as error:
@@ -243,8 +279,7 @@ class Database:
             self._files.set_aside("damaged while honed was running")
         else:
             log.warning("%s was removed or replaced; rebuilding it", self.path)
-            self.path.unlink(missing_ok=True)  # somebody else's file, perhaps without its journal
-            self._files.remove_journal()
+            self._files.remove()
         self._db = self._open_or_begin()
         with contextlib.suppress(sqlite3.Error):
             old.close()
@@ -272,7 +307,7 @@ class Database:
                 self._db.execute("PRAGMA synchronous = NORMAL")
 
     def states(self) -> dict[int, str]:
-        """Return the state of each job as the database has it."""
+        """Return the state of every job as the database has it."""
         return dict(self._db.execute("SELECT id, state FROM jobs"))
 
     def close(self) -> None:
@@ -334,15 +369,15 @@ class Database:
             log.error("%s: %s: %s", self.path, what, error)  # noqa: TRY400
 
     def evaluations(self, job_ids: Iterable[int], steps: Sequence[int]) -> dict[int, list[Evaluation]]:
-        """Return the first evaluation loss of each job at or after each of these steps, in the order of their time; at
+        """Return the first evaluation loss of every job at or after each of these steps, in the order of their time; at
         steps that it has not reached there is none."""
-        found: dict[int, list[Evaluation]] = {}
-        told = [min(step, MAX_INTEGER) for step in steps]  # a group in a job file may be anybody's
+        evaluations: dict[int, list[Evaluation]] = {}
+        bounds = [min(step, MAX_INTEGER) for step in steps]  # a group in a job file may be anybody's
         with self._noting_damage():
             for job_id in job_ids:
-                rows = [row for step in told for row in self._db.execute(_EVALUATION_AT, (job_id, step))]
-                found[job_id] = sorted({Evaluation(*row) for row in rows}, key=attrgetter("time", "step"))
-        return found
+                rows = [row for step in bounds for row in self._db.execute(_EVALUATION_AT, (job_id, step))]
+                evaluations[job_id] = sorted({Evaluation(*row) for row in rows}, key=attrgetter("time", "step"))
+        return evaluations
 
     def evaluated(self, job_id: int) -> tuple[int | None, float | None]:
         """Return the highest step at which a job was evaluated, and the steps that it makes in all, as it reported."""
@@ -402,8 +437,8 @@ class Database:
         """Delete up to `max_rows` of a job's rows per table, that in `jobs` last. Returns True once none is left."""
         for table in ("metrics", "training_predictions", "events", "offsets"):
             rows = f"SELECT rowid FROM {table} WHERE job_id = ? LIMIT ?"
-            found = self._db.execute(f"DELETE FROM {table} WHERE rowid IN ({rows})", (job_id, max_rows))
-            if found.rowcount >= max_rows:
+            deleted = self._db.execute(f"DELETE FROM {table} WHERE rowid IN ({rows})", (job_id, max_rows))
+            if deleted.rowcount >= max_rows:
                 return False
         self._db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
         return True
@@ -453,13 +488,13 @@ def _apply_event(db: sqlite3.Connection, job: Job, attempt: int, event: Event) -
         case "step" | "evaluation":
             return Added(len(rows))
         case "predictions":
-            told = answers(event)
+            answered = answers(event)
             db.executemany(
                 "INSERT OR REPLACE INTO training_predictions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [(job.id, str(job.uid), epoch, step, *answer.values(), when) for answer in told],
+                [(job.id, str(job.uid), epoch, step, *answer.values(), when) for answer in answered],
             )
-            texts = (text for item in told for text in (item["prompt"], item["ground_truth"], item["prediction"]))
-            num_bytes = ROW_BYTES * len(told) + sum(len(text.encode()) for text in texts if text is not None)
+            texts = (text for item in answered for text in (item["prompt"], item["ground_truth"], item["prediction"]))
+            num_bytes = ROW_BYTES * len(answered) + sum(len(text.encode()) for text in texts if text is not None)
             return Added(len(rows), num_bytes)
         case _:
             if event.kind in {"resumed", "started_over"}:
@@ -562,10 +597,10 @@ def _version(db: sqlite3.Connection, path: Path) -> int:
 
 
 class Reader:
-    """Reader of a database that a daemon may be writing; a missing database reads as empty."""
+    """Reader of a database that a daemon may be writing; where there is no such file, it reads as empty."""
 
     def __init__(self, path: Path) -> None:
-        self._db = connect_read_only(path) if path.exists() else None
+        self._db = connect_read_only(path) if path.is_file() else None  # a named pipe would hold us up for ever
         with contextlib.suppress(sqlite3.DatabaseError):  # damaged or just being created: reads as empty
             if self._db is not None:
                 _version(self._db, path)
@@ -588,33 +623,33 @@ class Reader:
         known = self._listed(f"state = 'queued' AND id IN ({numbers})", "id", num_jobs)
         known.sort(key=lambda row: place[row["id"]])
         num_left = max(0, num_jobs - len(known))
-        found = [
+        listed = [
             *self._listed("state = 'running'", "-priority, id", num_jobs),
             *known,
             *self._listed(f"state = 'queued' AND id NOT IN ({numbers})", "-priority, id", num_left),
             *self._listed("state = 'held'", "-priority, id", num_jobs),
             *self._listed("state NOT IN ('running', 'queued', 'held')", "-id", num_jobs),
         ]
-        return found, dict(self._rows("SELECT state, count(*) FROM jobs GROUP BY state"))
+        return listed, dict(self._rows("SELECT state, count(*) FROM jobs GROUP BY state"))
 
     def _listed(self, condition: str, order: str, num_jobs: int) -> list[dict[str, Any]]:
         keys = ("id", "name", "state", "outcome", "priority", "submitted_at")
         sql = f"SELECT {', '.join(keys)}, progress FROM jobs WHERE {condition} ORDER BY {order} LIMIT ?"
         rows = self._rows(sql, num_jobs)
-        found = [{**dict(zip(keys, row[:-1], strict=True)), "progress": json.loads(row[-1])} for row in rows]
-        for row in found:
+        listed = [{**dict(zip(keys, row[:-1], strict=True)), "progress": json.loads(row[-1])} for row in rows]
+        for row in listed:
             if row["state"] != State.RUNNING:
                 row["progress"].pop("eta_sec", None)
-        return found
+        return listed
 
     def scores(self, job_ids: Sequence[int]) -> dict[int, Score]:
         """Return the score of those of these jobs that have one, of the last attempt among the rows of their highest
         steps. Pass at most a few hundred jobs."""
-        found: dict[int, dict[str, float]] = {}
+        scores: dict[int, dict[str, float]] = {}
         for number, name, value in self._rows(_SCORES, json.dumps(job_ids)):
             if value is not None:
-                found.setdefault(number, {})[name.removeprefix("predictions/")] = value
-        return {number: _score(item) for number, item in found.items()}
+                scores.setdefault(number, {})[name.removeprefix("predictions/")] = value
+        return {number: _score(item) for number, item in scores.items()}
 
     def course(self, job_id: int, name: str, *, num_points: int = 40) -> list[float]:
         """Return one metric over the steps, averaged to at most `num_points` values: each is the mean of the first
@@ -638,7 +673,7 @@ class Reader:
         return next((str(json.loads(data).get("stage")) for (data,) in self._rows(sql, job_id)), None)
 
     def last_predictions(self, job_id: int, *, count: int = 3, max_chars: int = 2000) -> list[LastPrediction]:
-        """Return the first few rows of the last step that has predictions, with each text truncated."""
+        """Return the first few rows of the last step that has predictions, with every text truncated."""
         keys = ("step", "sample_index", "ground_truth", "prediction")
         sql = (
             "SELECT step, sample_index, substr(ground_truth, 1, ?2), substr(prediction, 1, ?2)"
@@ -653,17 +688,17 @@ class Reader:
         sqlite3.Error, where other readings find nothing: an answer of several pages is whole, or an error."""
         if self._db is None:
             return []
-        found, num_chars = list[Any](), 0
+        page, num_chars = list[Any](), 0
         try:
             for row in self._db.execute(sql, arguments):
-                found.append(row)
+                page.append(row)
                 num_chars += sum(len(item) for item in row if isinstance(item, str)) if max_chars < math.inf else 0
                 if num_chars >= max_chars:
                     break
         except sqlite3.OperationalError as error:
             if getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_ERROR:  # that is: there is no such table yet
                 raise
-        return found
+        return page
 
     def _rows(self, sql: str, *arguments: Any) -> list[Any]:
         if self._db is None:
@@ -695,7 +730,7 @@ def num_left_out(event: Event) -> int:
 
 
 def _values(event: Event) -> Mapping[str, Any]:
-    """Return an event's metrics as its worker has told them."""
+    """Return an event's metrics as its worker reported them."""
     metrics, scores = event.data.get("metrics"), event.data.get("scores")
     match event.kind:
         case "step":

@@ -56,7 +56,7 @@ class Edits:
         try:
             durable.write(path, data, mode=0o600)
         except OSError:
-            self._unwanted.add(path)  # it may be there, and nobody is told that it is
+            self._unwanted.add(path)  # it may be there, and nothing reports that it is
             self.tend()
             raise
         self._unwanted.discard(path)

@@ -51,8 +51,8 @@ class EndedIndex:
     def read(self) -> dict[int, Brief]:
         """Return what the file has, by number; nothing if there is none, a damaged one, or another honed's. Raises
         OSError for a fault of the machine."""
-        self.until, found = begun_anew(self._path, _parsed) or _NOTHING
-        return found
+        self.until, briefs = begun_anew(self._path, _parsed) or _NOTHING
+        return briefs
 
     def compare(self, known: dict[int, Brief], jobs: Collection[Listed]) -> None:
         """Count in how many jobs the file differs from those that are there; `known` is what was read."""
@@ -82,16 +82,16 @@ def _parsed(content: bytes) -> tuple[float, dict[int, Brief]]:
     head = json.loads(lines[0])
     if {**head, "began": None} != {**_FORMAT, "began": None}:
         return _NOTHING
-    return head["began"] - TICK_SEC, {found.id: found for line in lines[1:] for found in map(_brief, json.loads(line))}
+    return head["began"] - TICK_SEC, {brief.id: brief for line in lines[1:] for brief in map(_brief, json.loads(line))}
 
 
 def _brief(raw: list[Any]) -> Brief:
-    found = Brief(*raw)
-    return found._replace(
-        name=sys.intern(found.name),
-        state=_STATES[found.state],
-        outcome=found.outcome and sys.intern(found.outcome),
-        sweep=found.sweep and SweepName(*found.sweep),
+    brief = Brief(*raw)
+    return brief._replace(
+        name=sys.intern(brief.name),
+        state=_STATES[brief.state],
+        outcome=brief.outcome and sys.intern(brief.outcome),
+        sweep=brief.sweep and SweepName(*brief.sweep),
     )
 
 

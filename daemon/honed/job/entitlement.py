@@ -15,7 +15,7 @@ MAX_QUEUED = 10_000
 
 
 class Entitlements:
-    """Share and limits of each user, looked up once for each configuration."""
+    """Share and limits of every user, looked up once for every configuration."""
 
     def __init__(self, config: Callable[[], Config]) -> None:
         self._config = config
@@ -43,13 +43,13 @@ def _entitlement(config: Config, person: Person) -> UserConfig:
     own = [user for name, user in config.users.items() if name in _names(person)]
     groups = [user for name, user in config.users.items() if name.startswith("@") and _is_member(person, name)]
     others = [user for name, user in config.users.items() if name == "*"]
-    found: dict[str, Any] = {}
+    granted: dict[str, Any] = {}
     for key in UserConfig.model_fields:
         for among in (own, groups, others):
             if values := [value for table in among if (value := getattr(table, key)) is not None]:
-                found[key] = max(values)
+                granted[key] = max(values)
                 break
-    return UserConfig(**found)
+    return UserConfig(**granted)
 
 
 def class_of(config: Config, name: str | None) -> ClassConfig:

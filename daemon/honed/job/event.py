@@ -93,7 +93,7 @@ MAX_WAITING_LINES = 2000
 
 
 def has_begun(path: Path) -> bool:
-    """Return True if an attempt's events tell that it had a model, and so that it may have told of the run's course;
+    """Return True if an attempt's events say that it had a model, and so that it may have reported the run's course;
     also if they cannot be read. The caller must be its worker's user: see untrusted.py."""
     try:
         with path.open("rb") as lines:
@@ -112,10 +112,10 @@ class EventWriter:
         path: Path,
         *,
         clock: Callable[[], float] = time.time,
-        tell: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
+        on_event: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
     ) -> None:
-        """Open the file; each event is also passed to `tell` once it is written."""
-        self._tell = tell
+        """Open the file; each event is also passed to `on_event` once it is written."""
+        self._on_event = on_event
         self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._clock = clock
         # If a crash or a full disk left a partial line, it must not swallow our next one.
@@ -127,7 +127,7 @@ class EventWriter:
         """Append one event. NaN and infinity are written as null, since JSON cannot represent them."""
         line = json.dumps(_finite({"event": kind, "time": self._clock(), **data}), ensure_ascii=False, default=str)
         self._write(line.encode(errors="replace") + b"\n")
-        self._tell(kind, data)
+        self._on_event(kind, data)
 
     def log(self, level: str, message: str, *, evidence: str = "", **data: Any) -> None:
         """Emit a log event. Quotes from the job's files are hidden in its message and kept in its evidence."""

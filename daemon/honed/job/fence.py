@@ -1,7 +1,7 @@
 """The fence of a worker on another machine: a start whose end is recorded puts nothing into place any more.
 
 A node that a cluster has given up may go on. Its start is settled, by exit.json, before another one begins; the worker
-looks for that before each rename of a checkpoint or an output.
+looks for that before every rename of a checkpoint or an output.
 """
 
 from __future__ import annotations

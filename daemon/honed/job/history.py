@@ -1,7 +1,7 @@
 """What one job has reported, read by pages from honed.db, however much it is.
 
 Between two items these iterators hold one page, and neither a connection nor a read transaction. None is no row: one
-comes after each page, so that a caller with other work can do it.
+comes after every page, so that a caller with other work can do it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def names(path: Path, job_id: int) -> Iterator[str]:
     name, than = "", ">="
     while True:
         sql = f"SELECT name FROM metrics WHERE job_id = ? AND name {than} ? ORDER BY name LIMIT 1"
-        if not (found := _page(path, sql, job_id, name)):
+        if not (page := _page(path, sql, job_id, name)):
             return
-        [(name,)], than = found, ">"
+        [(name,)], than = page, ">"
         yield name
 
 
@@ -60,14 +60,14 @@ def metric(path: Path, job_id: int, name: str) -> Iterator[tuple[int, float, str
     """Yield (step, value, created_at) of one metric by step; of a repeated step all, in the order of arrival."""
     place = keyset.FIRST
     columns = "step, rowid, value, created_at"
-    while found := _page(path, keyset.after(columns), job_id, name, *place, PAGE_ROWS):
-        place = found[-1][:2]
-        yield from ((step, value, when) for step, _, value, when in found)
+    while page := _page(path, keyset.after(columns), job_id, name, *place, PAGE_ROWS):
+        place = page[-1][:2]
+        yield from ((step, value, when) for step, _, value, when in page)
         yield None
 
 
 def last_metrics(path: Path, job_id: int, attempt: int) -> Iterator[tuple[str, float] | None]:
-    """Yield the last value of each metric, by name: that of the last attempt, and of its highest step. `attempt`: the
+    """Yield the last value of every metric, by name: that of the last attempt, and of its highest step. `attempt`: the
     job's latest, with whose first row the search ends."""
     name, than = "", ">="
     while True:
@@ -75,17 +75,17 @@ def last_metrics(path: Path, job_id: int, attempt: int) -> Iterator[tuple[str, f
             f"SELECT name, attempt, step, rowid, value FROM metrics WHERE job_id = ? AND name {than} ?"
             " ORDER BY name, step, rowid LIMIT ?"
         )
-        found = _page(path, sql, job_id, name, PAGE_ROWS)
+        rows = _page(path, sql, job_id, name, PAGE_ROWS)
         yield None
-        for item, several in itertools.groupby(found, key=itemgetter(0)):
+        for item, several in itertools.groupby(rows, key=itemgetter(0)):
             last: Last | None = max(row[1:] for row in several)
-            if item == found[-1][0] and len(found) == PAGE_ROWS:  # the next page would have more of it
+            if item == rows[-1][0] and len(rows) == PAGE_ROWS:  # the next page would have more of it
                 last = yield from _last(partial(_page, path), job_id, item, attempt)
             if last is not None:
                 yield item, last[-1]
-        if len(found) < PAGE_ROWS:
+        if len(rows) < PAGE_ROWS:
             return
-        name, than = found[-1][0], ">"
+        name, than = rows[-1][0], ">"
 
 
 def last_metric(reader: Reader, job_id: int, name: str, attempt: int) -> float | None:
@@ -95,21 +95,21 @@ def last_metric(reader: Reader, job_id: int, name: str, attempt: int) -> float |
         try:
             next(search)
         except StopIteration as end:
-            found: Last | None = end.value
-            return found[-1] if found is not None else None
+            last: Last | None = end.value
+            return last[-1] if last is not None else None
 
 
 def _last(
     page: Callable[..., list[Any]], job_id: int, name: str, attempt: int, *, max_pages: float = math.inf
 ) -> Generator[None, None, Last | None]:
-    """Return the last row of a metric, after a None for each further page."""
+    """Return the last row of a metric, after a None for every further page."""
     place, num_pages = keyset.LAST, 0
     best: Last | None = None
-    while found := page(keyset.before("step, rowid, attempt, value"), job_id, name, *place, PAGE_ROWS):
-        place, num_pages = found[-1][:2], num_pages + 1
-        last = max((attempt, step, rowid, value) for step, rowid, attempt, value in found)
+    while rows := page(keyset.before("step, rowid, attempt, value"), job_id, name, *place, PAGE_ROWS):
+        place, num_pages = rows[-1][:2], num_pages + 1
+        last = max((attempt, step, rowid, value) for step, rowid, attempt, value in rows)
         best = last if best is None else max(best, last)
-        if best[0] >= attempt or len(found) < PAGE_ROWS or num_pages >= max_pages:
+        if best[0] >= attempt or len(rows) < PAGE_ROWS or num_pages >= max_pages:
             break
         yield None
     return best
@@ -122,9 +122,9 @@ def predictions(path: Path, job_id: int) -> Iterator[Prediction | None]:
         " ORDER BY step, sample_index LIMIT ?"
     )
     place = keyset.FIRST
-    while found := _page(path, sql, job_id, *place, PAGE_ROWS, max_chars=PAGE_CHARS):
-        place = found[-1][1:3]
-        yield from (cast("Prediction", dict(zip(KEYS, row, strict=True))) for row in found)
+    while page := _page(path, sql, job_id, *place, PAGE_ROWS, max_chars=PAGE_CHARS):
+        place = page[-1][1:3]
+        yield from (cast("Prediction", dict(zip(KEYS, row, strict=True))) for row in page)
         yield None
 
 
@@ -153,9 +153,9 @@ def examples(path: Path, job_id: int, *, num: int, num_rows: int) -> tuple[list[
         " ORDER BY step, sample_index LIMIT ?"
     )
     place = keyset.FIRST
-    while found := _page(path, sql, job_id, *place, PAGE_ROWS):
-        place = found[-1]
-        for step, index in found:
+    while page := _page(path, sql, job_id, *place, PAGE_ROWS):
+        place = page[-1]
+        for step, index in page:
             if seen[index] in wanted.get(index, ()):
                 chosen.append((step, index))
             seen[index] += 1
@@ -179,8 +179,8 @@ def last_predictions(path: Path, job_id: int, *, num: int, max_chars: int) -> li
         f"SELECT {', '.join(KEYS)} FROM training_predictions WHERE job_id = ?1"
         " AND step = (SELECT max(step) FROM training_predictions WHERE job_id = ?1) ORDER BY sample_index LIMIT ?2"
     )
-    found = _page(path, sql, job_id, num, max_chars=max_chars)
-    return [cast("Prediction", dict(zip(KEYS, row, strict=True))) for row in found]
+    rows = _page(path, sql, job_id, num, max_chars=max_chars)
+    return [cast("Prediction", dict(zip(KEYS, row, strict=True))) for row in rows]
 
 
 def events(path: Path, job_id: int, kinds: Iterable[str]) -> Iterator[dict[str, Any] | None]:
@@ -190,17 +190,17 @@ def events(path: Path, job_id: int, kinds: Iterable[str]) -> Iterator[dict[str, 
         while some:
             marks = ", ".join("?" * len(some))
             sql = f"SELECT rowid, attempt, kind, data, created_at FROM events WHERE job_id = ? AND rowid IN ({marks})"
-            found = _page(path, f"{sql} ORDER BY rowid", job_id, *some, max_chars=PAGE_CHARS)
-            yield from (_event(*row[1:]) for row in found)
+            page = _page(path, f"{sql} ORDER BY rowid", job_id, *some, max_chars=PAGE_CHARS)
+            yield from (_event(*row[1:]) for row in page)
             yield None
-            some = [number for number in some if found and number > found[-1][0]]
+            some = [number for number in some if page and number > page[-1][0]]
 
 
 def newest_events(path: Path, job_id: int, first: Iterable[str], *, max_chars: int) -> list[dict[str, Any]]:
     """Return the newest events of each kind, in the order of arrival: those of the kinds `first` before those of others
     while their texts have room."""
     kinds = [*first, *(kind for kind in itertools.islice(_kinds(path, job_id), MAX_KINDS) if kind not in first)]
-    found: dict[int, tuple[int, str, str, str]] = {}
+    newest: dict[int, tuple[int, str, str, str]] = {}
     for kind in kinds:
         if max_chars <= 0:
             break
@@ -209,17 +209,17 @@ def newest_events(path: Path, job_id: int, first: Iterable[str], *, max_chars: i
             " ORDER BY rowid DESC LIMIT ?"
         )
         rows = _page(path, sql, job_id, kind, PAGE_ROWS, max_chars=min(PAGE_CHARS, max_chars))
-        found |= {row[0]: row[1:] for row in rows}
+        newest |= {row[0]: row[1:] for row in rows}
         max_chars -= sum(len(row[3]) for row in rows)
-    return [_event(*found[number]) for number in sorted(found)]
+    return [_event(*newest[number]) for number in sorted(newest)]
 
 
 def _kinds(path: Path, job_id: int) -> Iterator[str]:
     kind, than = "", ">="
-    while found := _page(
+    while page := _page(
         path, f"SELECT kind FROM events WHERE job_id = ? AND kind {than} ? ORDER BY kind LIMIT 1", job_id, kind
     ):
-        [(kind,)], than = found, ">"
+        [(kind,)], than = page, ">"
         yield kind
 
 
@@ -237,9 +237,9 @@ def _event(attempt: int, kind: str, data: str, when: str) -> dict[str, Any]:
 def _numbers(path: Path, job_id: int, kind: str) -> Iterator[int]:
     sql = "SELECT rowid FROM events WHERE job_id = ? AND kind = ? AND rowid > ? ORDER BY rowid LIMIT ?"
     last = -1
-    while found := _page(path, sql, job_id, kind, last, PAGE_ROWS):
-        yield from (number for (number,) in found)
-        [last] = found[-1]
+    while page := _page(path, sql, job_id, kind, last, PAGE_ROWS):
+        yield from (number for (number,) in page)
+        [last] = page[-1]
 
 
 def _page(path: Path, sql: str, *arguments: object, max_chars: float = math.inf) -> list[Any]:

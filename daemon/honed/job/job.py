@@ -193,7 +193,7 @@ class Adjustment:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)  #: keys of the spec, dotted
 
 
-#: Maximum number of characters of each text of an error in an entry, and of the paths of a job's data together: all
+#: Maximum number of characters of every text of an error in an entry, and of the paths of a job's data together: all
 #: entries are in the daemon's memory. The job file, the worker's result and its log have the whole.
 MAX_CHARS, MAX_PATH_CHARS = 2000, 4000
 
@@ -221,7 +221,7 @@ def _first(paths: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """An entry. Equality is by value; `revision` grows with each change, so that the newer of two copies is known."""
+    """An entry. Equality is by value; `revision` grows with every change, so that the newer of two copies is known."""
 
     id: int
     name: str
@@ -261,8 +261,8 @@ class Job:
     cut: Cut | None = None  #: why its sweep has ended it early
     model: str = ""  #: the base model as its spec names it; empty in an entry that was made again
     data: tuple[str, ...] = ()  #: the paths of its data sets, likewise
-    ends: tuple[str, ...] = ()  #: the outcome of each time it finished: a requeued job finishes again
-    edited_at: tuple[float, ...] = ()  #: seconds since the epoch, of each edit of its job file
+    ends: tuple[str, ...] = ()  #: the outcome of every time it finished: a requeued job finishes again
+    edited_at: tuple[float, ...] = ()  #: seconds since the epoch, of every edit of its job file
     is_being_edited: bool = False  #: its job file and its plan are being replaced: see editing.py
     state: State = dataclasses.field(default=State.QUEUED, compare=False)  #: the state in which the entry was found
 
@@ -280,7 +280,7 @@ class Job:
 
     @property
     def next_start(self) -> int:
-        """The number of its next start: higher than that of each earlier one for the same attempt."""
+        """The number of its next start: higher than that of every earlier one for the same attempt."""
         return self.num_staged + self.num_unreached + 1
 
     @property

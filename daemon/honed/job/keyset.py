@@ -1,6 +1,6 @@
 """Pages of one metric's rows, in the order of the index `metrics_by_job`: a page costs as much as its rows.
 
-`(step, rowid) > (?, ?)` alone would read all rows of that step for each page: SQLite's index search ends at the step.
+`(step, rowid) > (?, ?)` alone would read all rows of that step for every page: SQLite's index search ends at the step.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Told:
 
 
 def remark(
-    told: Sequence[Told],
+    evaluations: Sequence[Told],
     eval_before: float | None = None,
     eval_after: float | None = None,
     *,
@@ -46,7 +46,7 @@ def remark(
     """Return a remark to show beside `succeeded`; empty if the run has learned or cannot be judged: if the rows have a
     fixed order (`is_ordered`), the last ones may be the hardest.
     """
-    points = [item for item in told if math.isfinite(item.loss)]
+    points = [item for item in evaluations if math.isfinite(item.loss)]
     if not points or points[-1].step < MIN_STEPS:
         return ""
     if eval_before is not None and eval_after is not None and eval_after < eval_before * (1 - LEFT):

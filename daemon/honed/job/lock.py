@@ -81,7 +81,7 @@ def _note(path: Path) -> tuple[int | None, bool]:
 def _by_kernel(path: Path) -> int | None:
     """Return the holder that /proc/locks names: `1: FLOCK ADVISORY WRITE 123 00:2b:4711 0 EOF`. Its device is not
     always that of stat, as on btrfs, so the inode decides if it is the only one."""
-    found: dict[int, bool] = {}
+    holders: dict[int, bool] = {}
     with contextlib.suppress(OSError, ValueError, IndexError):
         info = path.stat()
         device = (os.major(info.st_dev), os.minor(info.st_dev))
@@ -91,6 +91,6 @@ def _by_kernel(path: Path) -> int | None:
                 continue
             major, minor, inode = words[5].split(":")
             if int(inode) == info.st_ino and (pid := int(words[4])) > 0:
-                found[pid] = (int(major, 16), int(minor, 16)) == device
-    same = [pid for pid, is_same in found.items() if is_same] or list(found)
+                holders[pid] = (int(major, 16), int(minor, 16)) == device
+    same = [pid for pid, is_same in holders.items() if is_same] or list(holders)
     return same[0] if len(same) == 1 else None

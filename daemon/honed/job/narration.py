@@ -67,7 +67,7 @@ class Narrator:
         """Return the worker's progress as text, or its stage if no step was reported yet."""
         return progress_text(self.progress) if self.progress else self.stage
 
-    def tell(self, job: Job, item: event.Event) -> None:
+    def log_event(self, job: Job, item: event.Event) -> None:
         """Log one event as text; unknown kinds are logged at debug level."""
         data = item.data
         match item.kind:

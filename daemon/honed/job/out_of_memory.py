@@ -32,7 +32,7 @@ NUM_SAMPLES = 5
 ASSUMED_PIXELS, MIN_PIXELS = 1024 * 1024, 128 * 128
 #: Stages without a batch that could be made smaller.
 WITHOUT_BATCHES = frozenset({"starting", "prepare", "load", "audit", "export", "merge"})
-#: The phase whose batch size applies in each stage or phase.
+#: The phase whose batch size applies in every stage or phase.
 PHASES = {"train": "train", "mask": "train", "evaluate": "evaluate", "predict": "predict", "baseline": "predict"}
 #: Defaults of keys missing in the spec.
 DEFAULTS: dict[str, Any] = {
@@ -130,7 +130,7 @@ def _num_asked(spec: Mapping[str, Any]) -> int:
 
 
 def _divided(training: Mapping[str, Any]) -> Iterator[Rung]:
-    """Divide the batch by its smallest divisor, so that each step has the same rows."""
+    """Divide the batch by its smallest divisor, so that every step has the same rows."""
     size, accumulated = training["per_device_train_batch_size"], training["gradient_accumulation_steps"]
     # An incomplete last batch, or batches grouped by length, would contain other rows after a division.
     if size == 1 or training["dataloader_drop_last"] or training["train_sampling_strategy"] not in _FIXED_ORDERS:

@@ -15,8 +15,8 @@ class Pending:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
-        found = db.execute("SELECT job_id FROM offsets WHERE attempt = 0 ORDER BY job_id")
-        self._numbers = dict.fromkeys(number for (number,) in found)
+        rows = db.execute("SELECT job_id FROM offsets WHERE attempt = 0 ORDER BY job_id")
+        self._numbers = dict.fromkeys(number for (number,) in rows)
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -128,10 +128,10 @@ class Parallel:
     """The division of a job between devices, and the batch that results; see plan/parallel.py."""
 
     mode: Literal["none", "ddp", "fsdp"] = "none"
-    num_ranks: int = 1  #: processes that train, one for each device
+    num_ranks: int = 1  #: processes that train, one for every device
     ranks_per_node: int = 1
     num_nodes: int = 1
-    per_device_train_batch_size: int | None = None  #: of each rank; None: the job's
+    per_device_train_batch_size: int | None = None  #: of every rank; None: the job's
     gradient_accumulation_steps: int | None = None  #: likewise
     effective_batch: int | None = None  #: rows of one optimizer step on all devices together; likewise
     reasons: Mapping[str, str] = field(default_factory=dict)  #: why, for mode and effective_batch

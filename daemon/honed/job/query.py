@@ -201,8 +201,8 @@ def rows(
     they are listed by priority and number."""
     jobs = spool.all()
     if choice.limit is not None and choice.limit <= MAX_FEW and not choice.names:
-        found = (job for job in _ordered(jobs, choice.after, queue) if choice.has(job, asker))
-        return _rows(layout, jobs, list(islice(found, choice.limit)), asker)
+        chosen = (job for job in _ordered(jobs, choice.after, queue) if choice.has(job, asker))
+        return _rows(layout, jobs, list(islice(chosen, choice.limit)), asker)
     fixed = queue if queue is None else partial(iter, list(queue()))
     return _rows(layout, jobs, _chosen(_ordered(jobs, choice.after, fixed), choice, asker), asker)
 
@@ -243,13 +243,13 @@ def _built(layout: Layout, jobs: Catalog, chosen: Sequence[Listed], asker: Asker
             yield _row(job, progress.get(job.id, NO_PROGRESS), scores.get(job.id), asker)
 
 
-def _whole(jobs: Catalog, each: Listed) -> Job | None:
+def _whole(jobs: Catalog, listed: Listed) -> Job | None:
     """Return a job of a list; None if it is gone. Of one whose entry cannot be read, there is what is in memory: it
     keeps no other out of the list."""
     try:
-        return jobs.get(each.id)
+        return jobs.get(listed.id)
     except OSError as error:
-        return replace(as_known(each), remark=f"its entry cannot be read: {error.strerror}")
+        return replace(as_known(listed), remark=f"its entry cannot be read: {error.strerror}")
 
 
 def _ordered(jobs: Catalog, after: int | None, queue: Queue | None) -> Iterator[Listed]:
@@ -257,14 +257,14 @@ def _ordered(jobs: Catalog, after: int | None, queue: Queue | None) -> Iterator[
     last = jobs.listed(after) if after is not None else None
     if queue is None or (last is not None and last.state not in (State.RUNNING, State.QUEUED)):
         return jobs.ordered(after)
-    found = chain(jobs.of_state(State.RUNNING), queue(), jobs.of_state(State.HELD), jobs.ended())
-    return found if last is None else islice(dropwhile(lambda job: job.id != after, found), 1, None)
+    ordered = chain(jobs.of_state(State.RUNNING), queue(), jobs.of_state(State.HELD), jobs.ended())
+    return ordered if last is None else islice(dropwhile(lambda job: job.id != after, ordered), 1, None)
 
 
 def overview(
     spool: Spool, layout: Layout, choice: Choice, asker: Asker = ANYBODY, queue: Queue | None = None
 ) -> Overview:
-    """Return the first jobs of each group and the number of jobs in each state; `queue` as for `rows`."""
+    """Return the first jobs of every group and the number of jobs in every state; `queue` as for `rows`."""
     jobs = spool.all()
     num = choice.limit if choice.limit is not None else OVERVIEW_JOBS
     counts = {state.value: jobs.num(state) for state in State if not choice.states or state in choice.states}
@@ -283,8 +283,8 @@ def overview(
 def _heads(jobs: Catalog, choice: Choice, num: int, queue: Queue | None) -> Iterator[Listed]:
     for state in (State.RUNNING, State.QUEUED, State.HELD):
         if not choice.states or state in choice.states:
-            found = queue() if queue is not None and state is State.QUEUED else jobs.of_state(state)
-            yield from islice(found, num)
+            heads = queue() if queue is not None and state is State.QUEUED else jobs.of_state(state)
+            yield from islice(heads, num)
     yield from islice((job for job in jobs.ended() if not choice.states or job.state in choice.states), num)
 
 
@@ -325,7 +325,7 @@ def group(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) 
 
 def grouped(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> Iterator[Part]:
     """Return the same in parts. Raises UsageError and NotPermittedError at once."""
-    found: dict[int, tuple[SweepName, list[int]]] = {}
+    groups: dict[int, tuple[SweepName, list[int]]] = {}
     is_others = False
     jobs = spool.all()
     for job in jobs:
@@ -333,19 +333,19 @@ def grouped(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY
             continue
         assert job.sweep is not None
         if asker.may_read(job):
-            found.setdefault(job.sweep.id, (job.sweep, []))[1].append(job.id)
+            groups.setdefault(job.sweep.id, (job.sweep, []))[1].append(job.id)
         else:
             is_others = is_others or reference == str(job.sweep.id)
-    if numbered := {number: found[number] for number in found if reference == str(number)}:
-        found = numbered
-    if not found and is_others:
+    if numbered := {number: groups[number] for number in groups if reference == str(number)}:
+        groups = numbered
+    if not groups and is_others:
         raise NotPermittedError(f"sweep {reference} belongs to another user", hint=_WHO_READS)
-    if not found:
+    if not groups:
         raise UsageError(f"no sweep {reference!r}", hint="honectl list shows all jobs")
-    if len(found) > 1:
-        numbers = ", ".join(map(str, sorted(found)))
-        raise UsageError(f"{len(found)} sweeps are named {reference!r}", hint=f"use its number: {numbers}")
-    [(sweep, members)] = found.values()
+    if len(groups) > 1:
+        numbers = ", ".join(map(str, sorted(groups)))
+        raise UsageError(f"{len(groups)} sweeps are named {reference!r}", hint=f"use its number: {numbers}")
+    [(sweep, members)] = groups.values()
     return _members(layout, jobs, sweep, sorted(members))
 
 
@@ -353,7 +353,7 @@ def _members(layout: Layout, jobs: Catalog, sweep: SweepName, numbers: Sequence[
     yield {**sweep._asdict(), "jobs": []}
     best: GroupJob | None = None
     halving: Halving | None = None
-    for number in numbers:  # one at a time: of each ended one, its entry is read, and a result of any worker's
+    for number in numbers:  # one at a time: of every ended one, its entry is read, and a result of any worker's
         if (member := jobs.get(number)) is None or member.group is None:
             continue
         halving = member.group.get("halving")
@@ -572,14 +572,14 @@ def _attempt(attempt: Attempt) -> AttemptRow:
 
 
 def predictions(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> list[Prediction]:
-    """Return the predictions for each held-out example, by step."""
+    """Return the predictions for every held-out example, by step."""
     return list(history.present(iter_predictions(spool, layout, reference, asker)))
 
 
 def iter_predictions(
     spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY
 ) -> Iterator[Prediction | None]:
-    """Iterate over the predictions, with None after each page. Raises UsageError and NotPermittedError at once."""
+    """Iterate over the predictions, with None after every page. Raises UsageError and NotPermittedError at once."""
     return history.predictions(layout.database_path, _readable(spool, reference, asker).id)
 
 
@@ -591,9 +591,9 @@ def losses(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY)
 def iter_losses(
     spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY
 ) -> Iterator[tuple[int, float] | None]:
-    """Iterate over the losses, with None after each page. Raises UsageError and NotPermittedError at once."""
-    told = history.metric(layout.database_path, _readable(spool, reference, asker).id, "loss")
-    return (row and row[:2] for row in told)
+    """Iterate over the losses, with None after every page. Raises UsageError and NotPermittedError at once."""
+    losses = history.metric(layout.database_path, _readable(spool, reference, asker).id, "loss")
+    return (row and row[:2] for row in losses)
 
 
 def glance(spool: Spool, layout: Layout, reference: str, asker: Asker = ANYBODY) -> Glance:
@@ -626,7 +626,7 @@ def _estimated_bytes(layout: Layout, job: Job) -> int | None:
 
 
 def _worker(layout: Layout, job: Job) -> tuple[int | None, float | None]:
-    """Return the resident bytes and the CPU seconds of a running worker; None if it is gone or /proc does not tell."""
+    """Return the resident bytes and the CPU seconds of a running worker; None if it is gone or /proc does not say."""
     if _on_cluster(layout, job):
         return None, None  # it runs on another machine
     pid = _read_json(layout.files(job.id).attempt(job.attempt.number).lock_path).get("worker_pid")
@@ -655,17 +655,17 @@ def refusal(spool: Spool, file_name: str, asker: Asker = ANYBODY, *, number: int
         for name in os.listdir(spool.rejected_dir)  # noqa: PTH208 - there may be thousands
         if name.startswith(begins) or name.endswith(f"~{refusals.SUFFIX}")
     ]
-    found = sorted(((info.st_mtime, name) for name, info in untrusted.infos(spool.rejected, named)), reverse=True)
-    newest = _reasons([spool.rejected / name for _, name in found[:MAX_OF_A_NAME]], asker)
+    infos = sorted(((info.st_mtime, name) for name, info in untrusted.infos(spool.rejected, named)), reverse=True)
+    newest = _reasons([spool.rejected / name for _, name in infos[:MAX_OF_A_NAME]], asker)
     return next((_refusal(reason) for reason in newest if reason.file == refusals.shown(file_name)), None)
 
 
 def refused(spool: Spool, asker: Asker = ANYBODY, *, limit: int = MAX_REFUSED) -> Refused:
     """Return the newest refused files that the asker may see, with at most `limit` of their reasons."""
-    found = refusals.listed(spool.rejected)
-    reasons = list(_reasons(found[:MAX_REFUSED], asker))
+    listed = refusals.listed(spool.rejected)
+    reasons = list(_reasons(listed[:MAX_REFUSED], asker))
     files = [_refusal(reason) for reason in reasons[:limit]]
-    return {"files": files, "num": len(reasons), "are_all": len(found) <= MAX_REFUSED}
+    return {"files": files, "num": len(reasons), "are_all": len(listed) <= MAX_REFUSED}
 
 
 def _reasons(paths: Iterable[PersonPath], asker: Asker) -> Iterator[Reason]:

@@ -1,4 +1,4 @@
-"""Order in which queued jobs start, as far as it can be told now.
+"""Order in which queued jobs start, as far as it is known now.
 
     class ── rank ──► users by their share ──► the first of the user's own jobs, by priority, then by number
 
@@ -76,15 +76,15 @@ def expected(usage_path: Path, config: Config, jobs: Catalog) -> Iterator[Job]:
     for job in jobs.unfinished(State.RUNNING):
         if job.uid in levels:
             levels[job.uid] += usage.typical_sec / entitlements.weight(job.uid)
-    found = by_turns(
+    order = by_turns(
         {uid: iter(sorted(own)) for uid, own in places.items()},
         levels,
         lambda place, level: turn_of(config, place, level),
         spends=lambda uid: usage.typical_sec / entitlements.weight(uid),
     )
-    for place in found:
-        if (each := jobs.get(place.job_id)) is not None:
-            yield each
+    for place in order:
+        if (other := jobs.get(place.job_id)) is not None:
+            yield other
     known = {job.id for job in ready}
     yield from (job for job in queued if job.id not in known)
 

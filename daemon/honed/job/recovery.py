@@ -58,12 +58,12 @@ def renewed(spool: Spool, job: Job) -> Job:
     """Return a running job of this daemon. If its entry was removed, damaged or replaced by an older one, that is set
     aside, and the entry is written again. Raises OSError if the machine prevents reading it."""
     path, problems = spool.entries.path(job.id, State.RUNNING), list[ValueError | OSError]()
-    found = read_entry(path, State.RUNNING, lambda _path, problem: problems.append(problem))
+    entry = read_entry(path, State.RUNNING, lambda _path, problem: problems.append(problem))
     if problems and not is_of_item(problems[0]):
         raise problems[0]
-    if (found is not None and found.revision >= job.revision) or spool.is_changing(job.id):
+    if (entry is not None and entry.revision >= job.revision) or spool.is_changing(job.id):
         return job
-    problem = problems[0] if problems else _lost("it is gone") if found is None else ValueError("it is an older one")
+    problem = problems[0] if problems else _lost("it is gone") if entry is None else ValueError("it is an older one")
     done = f"Job {job.id} ({job.name}) is running, and honed was, too: the entry was written again."
     spool.corrupt.add(path, problem, done)
     log.error("%s: damaged entry: %s. %s", path, problem, done, extra=about(job.id, ENTRY_DAMAGED))

@@ -73,32 +73,32 @@ def text_of(name: str, number: int, uid: int, error: HonedError, *, when: str, f
     lines = [f"{shown(name)} was refused at {when}."]
     lines += [by if is_submission else f"Taken from incoming/ as {number}, a file of the user {uid}.", fate]
     lines += ["", f"{error.code}:"]
-    lines += [f"  {line}" for line in error.told.splitlines()]
+    lines += [f"  {line}" for line in error.shown.splitlines()]
     if error.hint:
         first, *rest = error.hint.split("\n")
         lines += ["", f"What to do: {first}", *(f"  {line}" for line in rest)]
     if error.fix:
-        lines += ["", "Change in the file:", *(f"  {item}" for item in problem.told_fix(error.fix))]
+        lines += ["", "Change in the file:", *(f"  {item}" for item in problem.fix_lines(error.fix))]
     again = "submit it again: honectl submit FILE" if is_submission else "drop the job file into incoming/ again"
     return "\n".join([*lines, "", f"Then {again}.", ""])
 
 
 def parse(text: str, path: PersonPath, refused_at: float) -> Reason | None:
     """Return what a reason says; None if the text is not one."""
-    found = _HEAD.match(text)
-    if found is None:
+    head = _HEAD.match(text)
+    if head is None:
         return None
-    uid = found["submitter"] or found["owner"]
+    uid = head["submitter"] or head["owner"]
     kept = path.name.removesuffix(SUFFIX)
-    if found["fate"] is not None:
-        kept = match[1] if (match := _KEPT.fullmatch(found["fate"])) else ""
+    if head["fate"] is not None:
+        kept = match[1] if (match := _KEPT.fullmatch(head["fate"])) else ""
     return Reason(
         path=path,
-        file=found["file"],
-        number=int(found["submission"] or found["arrival"]),
+        file=head["file"],
+        number=int(head["submission"] or head["arrival"]),
         uid=None if uid is None else int(uid),
-        code=found["code"],
-        is_submission=found["submission"] is not None,
+        code=head["code"],
+        is_submission=head["submission"] is not None,
         kept_path=path.with_name(kept) if kept else None,
         text=text,
         refused_at=refused_at,
@@ -129,8 +129,8 @@ def read(path: PersonPath) -> Reason | None:
 def listed(directory: PersonPath) -> list[PersonPath]:
     """Return the paths of the reasons in rejected/, the newest first. They may not be honed's: see `read`."""
     names = (name for name in untrusted.names_in(directory, limit=None) if name.endswith(SUFFIX))
-    found = [(info.st_mtime, name) for name, info in untrusted.infos(directory, names)]
-    return [directory / name for _, name in sorted(found, reverse=True)]
+    times = [(info.st_mtime, name) for name, info in untrusted.infos(directory, names)]
+    return [directory / name for _, name in sorted(times, reverse=True)]
 
 
 def places(directory: PersonPath, name: str, number: int) -> Iterator[PersonPath]:

@@ -118,21 +118,21 @@ class Needs:
             job = listed if isinstance(listed, Job) else None
             with passed_over(self._spool.entries.path(listed.id, listed.state)):
                 job = job or self._spool.job(listed.id)
-            found = frozenset((_named_by(job) | set(self._in_plan(listed))) - {listed.id})
+            needed = frozenset((_named_by(job) | set(self._in_plan(listed))) - {listed.id})
             if job is None:  # its plan has the paths of what it needs
-                return found
+                return needed
             if len(self._named) >= MAX_NEEDS:
                 self._named.clear()
-            self._named[key] = found
+            self._named[key] = needed
         return self._named[key]
 
     def reasons(self, jobs: Iterable[Listed]) -> dict[int, str]:
         """Return {number: reason to keep it} for all jobs that the given unfinished and pinned jobs need."""
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         for job in jobs:
             for number in self.of(job):
-                found.setdefault(number, f"job {job.id} ({job.name}), which is {_why(job)}, needs it")
-        return found
+                reasons.setdefault(number, f"job {job.id} ({job.name}), which is {_why(job)}, needs it")
+        return reasons
 
     def _in_plan(self, job: Listed) -> Iterator[int]:
         """Yield jobs whose directories contain paths in the plan, whose links were resolved during the check."""
@@ -155,13 +155,13 @@ def _why(job: Listed) -> str:
 
 def output_hosts(layout: Layout, jobs: Iterable[Listed]) -> dict[int, str]:
     """Return the jobs whose directories contain another job's output, with the reason to keep them."""
-    found: dict[int, str] = {}
+    hosts: dict[int, str] = {}
     for job in jobs:
         path = Path(job.output_dir)
         names = path.relative_to(layout.jobs_dir).parts if path.is_relative_to(layout.jobs_dir) else ()
         if names and names[0].isdecimal() and int(names[0]) != job.id:
-            found[int(names[0])] = f"the output of job {job.id} ({job.name}) is in its directory"
-    return found
+            hosts[int(names[0])] = f"the output of job {job.id} ({job.name}) is in its directory"
+    return hosts
 
 
 def why_kept(job: Listed, needed: dict[int, str]) -> str | None:
@@ -224,13 +224,13 @@ def asked(wish: Wish, spool: Spool, asker: Asker) -> list[int]:
     names one that is not there, and NotPermittedError for another user's job."""
     if not wish.references and not wish.limits:
         raise UsageError("nothing is selected", hint="name jobs, or add --older-than, --keep or --max-size")
-    found = {job.id: job for job in (find(spool, reference, asker) for reference in wish.references)}
-    for job in found.values():
+    jobs = {job.id: job for job in (find(spool, reference, asker) for reference in wish.references)}
+    for job in jobs.values():
         if not (asker.is_administrator or job.uid == asker.uid):
             raise NotPermittedError(
                 f"job {job.id} belongs to another user", hint="only its owner and the administrators may prune it"
             )
-    return list(found)
+    return list(jobs)
 
 
 def choose(
@@ -368,7 +368,7 @@ def prune_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: 
 
 
 def _pruned_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now: float) -> Iterator[Part]:
-    found: dict[str, tuple[str, PersonPath | None]] = {}  # of each reason the file, and where that is kept
+    pruned: dict[str, tuple[str, PersonPath | None]] = {}  # of every reason the file, and where that is kept
     items: list[Item] = []
     yield {"rejected": []}
     for name in untrusted.names_in(spool.rejected, limit=None):
@@ -376,11 +376,11 @@ def _pruned_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now
         if not name.endswith(refusals.SUFFIX) or (reason := refusals.read(spool.rejected / name)) is None:
             continue
         if asker.is_administrator or reason.uid == asker.uid:
-            found[name] = (reason.file, reason.kept_path)
+            pruned[name] = (reason.file, reason.kept_path)
             items.append(_with_file(reason))
     num_removed = 0
     for item in excess(items, wish.limits, now=now):
-        file, kept_path = found[str(item.key)]
+        file, kept_path = pruned[str(item.key)]
         if not is_dry:  # the file first: after a crash its reason is still listed, and removed later
             if kept_path is not None:
                 remove_refused(spool, kept_path.name)
@@ -389,7 +389,7 @@ def _pruned_refused(spool: Spool, wish: Wish, asker: Asker, *, is_dry: bool, now
     if num_removed:
         log.info("%s: removed %d refused files, as requested by user %d", spool.rejected_dir, num_removed, asker.uid)
     if asker.is_administrator and not is_dry:
-        yield from _remove_unexplained(spool, wish, {name: kept_path for name, (_, kept_path) in found.items()}, now)
+        yield from _remove_unexplained(spool, wish, {name: kept_path for name, (_, kept_path) in pruned.items()}, now)
     yield {"is_measured": True}
 
 

@@ -366,8 +366,8 @@ def has_code(layout: Layout, job_id: int) -> bool:
 
 def names(data: Mapping[str, Any]) -> list[str]:
     """Return the entries in a worker's event `rows`."""
-    found = data.get("entries")
-    return [item for item in found if isinstance(item, str)][:2] if isinstance(found, list) else []
+    entries = data.get("entries")
+    return [item for item in entries if isinstance(item, str)][:2] if isinstance(entries, list) else []
 
 
 def _read(uid: int, path: Path) -> Entry | None:

@@ -64,7 +64,7 @@ class PreemptionRow(TypedDict):
 
 
 class Row(_Listed, _Class):
-    """One row of `list`. Another user's has None, or an empty list, where the key would tell of the job's content.
+    """One row of `list`. Another user's has None, or an empty list, where the key would reveal the job's content.
 
     The docstrings are those of the web API (page/api.py).
     """
@@ -148,7 +148,7 @@ class Edited(TypedDict):
 
 
 class Overview(TypedDict):
-    """The first jobs of each group, and the number of jobs in each state."""
+    """The first jobs of every group, and the number of jobs in every state."""
 
     jobs: list[Row]
     counts: dict[str, int]
@@ -201,7 +201,7 @@ class MemoryShown(TypedDict):
 
 
 class SlurmRow(TypedDict):
-    """An attempt's job on a Slurm cluster, as Slurm last told."""
+    """An attempt's job on a Slurm cluster, as Slurm last reported."""
 
     name: str
     id: str
@@ -233,7 +233,7 @@ class Shown(Row, OnCluster):
     error: ErrorRecord | None
     artifacts: Artifacts
     metrics: dict[str, float]
-    """Last value of each metric."""
+    """Last value of every metric."""
     adjustments: list[AdjustmentRow]
     """Changes since the job ran out of memory, one per step: attempt, text, changes."""
     num_preemptions: int

@@ -76,7 +76,7 @@ class Entries:
 
     def all(self) -> dict[int, Job]:
         """Return every job once, by number."""
-        found: dict[int, Job] = {}
+        jobs: dict[int, Job] = {}
         read: set[Path] = set()
         for _ in range(2):  # the second round has what moved in the first, to a place that was read before
             for state in State:
@@ -84,11 +84,11 @@ class Entries:
                     if path in read:
                         continue
                     job = read_entry(path, state)
-                    if job is not None or os.path.lexists(path):  # a damaged entry is told of once
+                    if job is not None or os.path.lexists(path):  # a damaged entry is reported once
                         read.add(path)
-                    if job is not None and (job.id not in found or job.revision > found[job.id].revision):
-                        found[job.id] = job
-        return dict(sorted(found.items()))
+                    if job is not None and (job.id not in jobs or job.revision > jobs[job.id].revision):
+                        jobs[job.id] = job
+        return dict(sorted(jobs.items()))
 
     def ids(self) -> set[int]:
         """Return the numbers of all entries without reading them."""
@@ -97,16 +97,16 @@ class Entries:
     def get(self, job_id: int) -> Job | None:
         """Return one job, in whatever state it is."""
         places = [(self.path(job_id, state), state) for _ in range(2) for state in State]
-        found = [job for path, state in places if (job := read_entry(path, state)) is not None]
-        return max(found, key=lambda job: job.revision, default=None)
+        jobs = [job for path, state in places if (job := read_entry(path, state)) is not None]
+        return max(jobs, key=lambda job: job.revision, default=None)
 
     def _paths(self, state: State) -> list[Path]:
         numbered = [path for path in self.directory(state).glob("*.json") if path.stem.isdecimal()]
         return sorted(numbered, key=lambda path: int(path.stem))
 
     def recovered(self, damaged: Damaged, alive: Callable[[], None]) -> Catalog:
-        """Return each job once; if an interrupted move left two copies, the older one is removed. An ended one that is
-        in the index is not read. `damaged` is called for each entry that is none, `alive` on the way."""
+        """Return every job once; if an interrupted move left two copies, the older one is removed. An ended one that is
+        in the index is not read. `damaged` is called for every entry that is none, `alive` on the way."""
         known = self.ended_index.read()
         newest: dict[int, Listed] = {}
         identities: dict[int, int] = {}
@@ -136,9 +136,9 @@ class Entries:
                 with passed_over(directory / name):
                     (directory / name).unlink(missing_ok=True)
             elif name.endswith(".json") and name[:-5].isdecimal():
-                found = known.get(int(name[:-5])) if is_known else None
-                if found is not None and found.state is state and self._is_as_known(found, f"{directory}/{name}"):
-                    yield found, found.identity
+                brief = known.get(int(name[:-5])) if is_known else None
+                if brief is not None and brief.state is state and self._is_as_known(brief, f"{directory}/{name}"):
+                    yield brief, brief.identity
                 elif (read := _read(str(directory), name, state, damaged)) is not None:
                     yield read
 
@@ -156,12 +156,12 @@ class Entries:
             log.warning("job %d (%s): its entry %s is gone", ended.id, ended.name, path, extra=about(ended.id))
         return job
 
-    def _is_as_known(self, found: Brief, path: str) -> bool:
+    def _is_as_known(self, brief: Brief, path: str) -> bool:
         try:
             info = os.stat(path)  # noqa: PTH116 - of 50,000 entries, Path objects would take a third of the time
         except OSError:
             return False
-        return found.identity == identity_of(info) and info.st_ctime < self.ended_index.until
+        return brief.identity == identity_of(info) and info.st_ctime < self.ended_index.until
 
     def brief(self, job: Job) -> Brief:
         """Return an ended job, whose entry was just written, in brief."""
@@ -200,9 +200,9 @@ class Pruned:
     def get(self, reference: int | str) -> Job | None:
         """Return a job by its number, or the newest one with this name."""
         paths = self._places(int(reference)) if str(reference).isdecimal() else self._named(str(reference))
-        found = [job for path in paths if (job := _read_pruned(path)) is not None]
+        jobs = [job for path in paths if (job := _read_pruned(path)) is not None]
         return max(
-            (job for job in found if reference in {job.id, job.name, str(job.id)}), key=lambda job: job.id, default=None
+            (job for job in jobs if reference in {job.id, job.name, str(job.id)}), key=lambda job: job.id, default=None
         )
 
     def read_names(self) -> Iterator[None]:
@@ -487,7 +487,7 @@ def _log_damaged(path: Path, problem: ValueError | OSError) -> None:
 
 
 def read_entry(path: Path, state: State, damaged: Damaged = _log_damaged) -> Job | None:
-    """Read an entry; None if it is gone, or cannot be read, of which `damaged` is told."""
+    """Read an entry; None if it is gone, or cannot be read, which is reported to `damaged`."""
     read = _read(str(path.parent), path.name, state, damaged)
     return read[0] if read is not None else None
 

@@ -20,13 +20,13 @@ _PLACE = re.compile(r"[0-9a-f]{16}")
 
 def places(job_spec: Mapping[str, Any], layout: Layout, uid: int) -> list[Path]:
     """Return the directories of copies named in a job that its submitter owns: a spec may name anybody's."""
-    found = []
+    paths = []
     names = {place.name for _, text in problem.texts(job_spec) if (place := place_of(Path(text), layout)) is not None}
     with contextlib.suppress(OSError):
         for name, info in untrusted.infos(PersonPath(layout.staged_dir), sorted(names)):
             if stat.S_ISDIR(info.st_mode) and info.st_uid == uid:
-                found.append(layout.staged_dir / name)
-    return found
+                paths.append(layout.staged_dir / name)
+    return paths
 
 
 def place_of(path: Path, layout: Layout) -> Path | None:

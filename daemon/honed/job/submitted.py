@@ -36,12 +36,12 @@ class Submitted:
         return False
 
     def _list(self) -> dict[int, dict[int, int]]:
-        found: dict[int, dict[int, int]] = {}
+        sizes: dict[int, dict[int, int]] = {}
         for number, uid, place in self._places():
             if uid is not None:
                 known = (self._sizes or {}).get(uid, {}).get(number)
-                found.setdefault(uid, {})[number] = known if known is not None else _num_bytes(place)
-        return found
+                sizes.setdefault(uid, {})[number] = known if known is not None else _num_bytes(place)
+        return sizes
 
 
 def _num_bytes(place: Path) -> int:

@@ -6,7 +6,7 @@
                           baseline, and of the last one stay
     events                beyond MAX_EVENT_ROWS or MAX_EVENT_BYTES, the older half of the most frequent kind goes
 
-The first and the last row of a metric stay, and of each bite of the older rows the lowest value, so the best one, too.
+The first and the last row of a metric stay, and of every bite of the older rows the lowest value, so the best one, too.
 What goes is counted in an event of the kind `thinned`, which the report shows.
 """
 
@@ -24,7 +24,7 @@ from honed.job import keyset
 #: Rows of one job's metrics, at most. Thinning begins a little earlier, by what one bite of events can add.
 MAX_METRIC_ROWS = 500_000
 MARGIN_ROWS = 20_000
-#: Bytes of one job's predictions, at most: of their texts, and of each row beside these.
+#: Bytes of one job's predictions, at most: of their texts, and of every row beside these.
 MAX_PREDICTION_BYTES = 64 * 2**20
 ROW_BYTES = 100
 #: One job's other events, at most.
@@ -148,7 +148,7 @@ class Thinning:
 
     def _thin_metric(self, db: sqlite3.Connection, name: str, num_older: int) -> Iterator[int]:
         """Remove half of one metric's oldest rows, so that the others lie evenly over their steps; yields the number
-        removed after each bite."""
+        removed after every bite."""
         if num_older < 2:
             return
         sql = "SELECT step FROM metrics WHERE job_id = ? AND name = ? ORDER BY step, rowid LIMIT 1 OFFSET ?"
@@ -157,20 +157,20 @@ class Thinning:
         sql = keyset.after("step, rowid, value")
         step, rowid, num_left = first - 1, -1, num_older
         while num_left > 0:
-            found = db.execute(sql, (self._job_id, name, step, rowid, min(num_left, BITE_ROWS))).fetchall()
-            if not found:
+            rows = db.execute(sql, (self._job_id, name, step, rowid, min(num_left, BITE_ROWS))).fetchall()
+            if not rows:
                 return
-            best = min((row for row in found if row[2] is not None), key=_value, default=None)
+            best = min((row for row in rows if row[2] is not None), key=_value, default=None)
             gone = list[int]()
-            for number, row in enumerate(found):
+            for number, row in enumerate(rows):
                 is_first = num_left == num_older and number == 0
                 if is_first or row is best or (row[0] - kept_step >= gap if gap else number % 2 == 0):
                     kept_step = row[0]
                 else:
                     gone.append(row[1])
             db.execute(f"DELETE FROM metrics WHERE rowid IN ({', '.join(map(str, gone))})")
-            num_left -= len(found)
-            step, rowid, _ = found[-1]
+            num_left -= len(rows)
+            step, rowid, _ = rows[-1]
             yield len(gone)
 
     # -- predictions --------------------------------------------------------------------------------------------------
@@ -196,12 +196,12 @@ class Thinning:
                 f"SELECT rowid, {_SIZE_OF_PREDICTION} FROM training_predictions WHERE job_id = ?"
                 " ORDER BY step DESC, sample_index DESC LIMIT ?"
             )
-            found = db.execute(sql, (self._job_id, BITE_ROWS // 10)).fetchall()
-            if not found:
+            rows = db.execute(sql, (self._job_id, BITE_ROWS // 10)).fetchall()
+            if not rows:
                 break
-            db.execute(f"DELETE FROM training_predictions WHERE rowid IN ({', '.join(str(row[0]) for row in found)})")
-            sizes.prediction_bytes -= sum(row[1] for row in found)
-            num_gone += len(found)
+            db.execute(f"DELETE FROM training_predictions WHERE rowid IN ({', '.join(str(row[0]) for row in rows)})")
+            sizes.prediction_bytes -= sum(row[1] for row in rows)
+            num_gone += len(rows)
             yield
         count_gone(db, self._job_id, attempt, "predictions", num_gone)
 
@@ -226,13 +226,13 @@ class Thinning:
         )
         num_left, num_gone = (num + 1) // 2, 0
         while num_left > 0:
-            found = db.execute(sql, (self._job_id, kind, min(num_left, BITE_ROWS))).fetchall()
-            found = found or db.execute(sql.replace("rowid > (", "rowid >= ("), (self._job_id, kind, 1)).fetchall()
-            db.execute(f"DELETE FROM events WHERE rowid IN ({', '.join(str(row[0]) for row in found)})")
-            sizes.event_rows -= len(found)
-            sizes.event_bytes -= sum(row[1] for row in found)
-            num_left -= max(1, len(found))
-            num_gone += len(found)
+            rows = db.execute(sql, (self._job_id, kind, min(num_left, BITE_ROWS))).fetchall()
+            rows = rows or db.execute(sql.replace("rowid > (", "rowid >= ("), (self._job_id, kind, 1)).fetchall()
+            db.execute(f"DELETE FROM events WHERE rowid IN ({', '.join(str(row[0]) for row in rows)})")
+            sizes.event_rows -= len(rows)
+            sizes.event_bytes -= sum(row[1] for row in rows)
+            num_left -= max(1, len(rows))
+            num_gone += len(rows)
             yield
         count_gone(db, self._job_id, attempt, "events", num_gone)
 
@@ -260,10 +260,10 @@ KINDS = {
 
 
 def thinned_counts(data: object) -> dict[str, int]:
-    """Return how many rows are gone of each kind, by the data of a `thinned` event; a worker may have written one."""
-    found = data.items() if isinstance(data, dict) else ()
+    """Return how many rows are gone of every kind, by the data of a `thinned` event; a worker may have written one."""
+    items = data.items() if isinstance(data, dict) else ()
     # Of its number with thousands of digits, Python cannot print the next one.
-    return {str(key): value for key, value in found if key in KINDS and type(value) is int and 0 <= value < 2**53}
+    return {str(key): value for key, value in items if key in KINDS and type(value) is int and 0 <= value < 2**53}
 
 
 def _value(row: tuple[int, int, float]) -> float:

@@ -132,10 +132,10 @@ def mounts_below(path: Path) -> list[Path]:
     above = os.path.realpath(path.parent).rstrip("/") + f"/{path.name}/"
     try:
         lines = MOUNTS_PATH.read_bytes().splitlines()
-    except OSError:  # other file systems are told by their device, where they answer
+    except OSError:  # other file systems are recognized by their device, where they answer
         return []
-    found = [re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in lines]
-    return [Path(place) for place in map(os.fsdecode, found) if place.startswith(above)]
+    mounts = [re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), line.split()[4]) for line in lines]
+    return [Path(place) for place in map(os.fsdecode, mounts) if place.startswith(above)]
 
 
 @dataclass

@@ -177,7 +177,7 @@ def _verdict(before: float | None, after: float | None, num_right: int, num_aske
 
 
 def _answers(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    """Tell for each prompt whether its prediction is right; never if the reference exceeds the length limit."""
+    """Tell for every prompt whether its prediction is right; never if the reference exceeds the length limit."""
     return {str(row.get("prompt")): is_right(row) for row in rows}
 
 
@@ -243,8 +243,8 @@ def _occasions(training: Mapping[str, Any], steps: int, per_epoch: int) -> int:
 
 def _prediction_sec(events: Sequence[Event]) -> float:
     baseline = _moment(events, "baseline")
-    told = next((item.time for item in events if item.kind == "predictions"), None)
-    return max(0.0, told - baseline) if baseline is not None and told is not None else 0.0
+    at = next((item.time for item in events if item.kind == "predictions"), None)
+    return max(0.0, at - baseline) if baseline is not None and at is not None else 0.0
 
 
 def _start_sec(events: Sequence[Event]) -> float:
@@ -269,26 +269,29 @@ _VERDICTS = {
 ASKED = "Does it learn?"
 
 
-def headline(found: Findings) -> str:
+def headline(findings: Findings) -> str:
     """Return the verdict, with the losses, in one sentence."""
     loss = ""
-    if found.loss_before is not None and found.loss_after is not None:
-        word = "fell" if found.loss_after < found.loss_before else "went"
-        loss = f": the loss of {NUM_ROWS} rows {word} from {figure(found.loss_before)} to {figure(found.loss_after)}"
-    return f"{_VERDICTS[found.verdict]}{loss} in {found.num_steps} steps"
+    if findings.loss_before is not None and findings.loss_after is not None:
+        word = "fell" if findings.loss_after < findings.loss_before else "went"
+        loss = (
+            f": the loss of {NUM_ROWS} rows {word} from {figure(findings.loss_before)} to {figure(findings.loss_after)}"
+        )
+    return f"{_VERDICTS[findings.verdict]}{loss} in {findings.num_steps} steps"
 
 
-def words(found: Findings) -> Iterator[tuple[str, str]]:
+def words(findings: Findings) -> Iterator[tuple[str, str]]:
     """Yield (question, answer) pairs, except the first row's text."""
-    asked = f"; {found.num_right} of {found.num_asked} answers match the reference, {found.num_right_before} before"
-    yield ASKED, f"{headline(found)}{asked if found.num_asked else ''}."
-    if found.verdict != "learns":
-        yield "What to do", _ADVICE[found.verdict]
-    yield "Training data", f"{_trained(found.data)}."
-    for warning in found.warnings or ():
+    before = findings.num_right_before
+    asked = f"; {findings.num_right} of {findings.num_asked} answers match the reference, {before} before"
+    yield ASKED, f"{headline(findings)}{asked if findings.num_asked else ''}."
+    if findings.verdict != "learns":
+        yield "What to do", _ADVICE[findings.verdict]
+    yield "Training data", f"{_trained(findings.data)}."
+    for warning in findings.warnings or ():
         yield "Warning", f"{warning}."
-    yield "Duration", _how_long(found)
-    yield "Memory", _how_much(found)
+    yield "Duration", _how_long(findings)
+    yield "Memory", _how_much(findings)
 
 
 _ADVICE = {
@@ -312,26 +315,27 @@ def _trained(data: Mapping[str, Any]) -> str:
     )
 
 
-def _how_long(found: Findings) -> str:
-    if found.whole_sec is None or found.step_sec is None:
+def _how_long(findings: Findings) -> str:
+    if findings.whole_sec is None or findings.step_sec is None:
         return "Unknown: there were too few steps."
     return (
-        f"About {duration(found.whole_sec)} for the full job: {found.whole_steps} steps of {found.step_sec:.2g} s, "
+        f"About {duration(findings.whole_sec)} for the full job: {findings.whole_steps} steps of "
+        f"{findings.step_sec:.2g} s, "
         "including startup, evaluations and predictions; without checkpoints and the export."
     )
 
 
-def _how_much(found: Findings) -> str:
-    if not found.peak_bytes:
+def _how_much(findings: Findings) -> str:
+    if not findings.peak_bytes:
         return "Unknown: the system does not report it."
-    there = f", {size(found.available_bytes)} available" if found.available_bytes else ""
+    there = f", {size(findings.available_bytes)} available" if findings.available_bytes else ""
     batch = "with the longest row in a batch"
-    if found.device == "cuda":
-        estimated = f" (estimated: {size(found.estimated_bytes or 0)})" if found.estimated_bytes else ""
-        return f"{size(found.peak_bytes)} GPU memory at peak{there}{estimated}, {batch}."
+    if findings.device == "cuda":
+        estimated = f" (estimated: {size(findings.estimated_bytes or 0)})" if findings.estimated_bytes else ""
+        return f"{size(findings.peak_bytes)} GPU memory at peak{there}{estimated}, {batch}."
     # The measured memory is a whole process: for a small model mostly libraries, which no estimate includes.
-    alone = f" The estimate for the model and its training alone is {size(found.estimated_bytes or 0)}."
+    alone = f" The estimate for the model and its training alone is {size(findings.estimated_bytes or 0)}."
     return (
-        f"{size(found.peak_bytes)} peak memory of the process, including Python and its libraries{there}, "
-        f"{batch}.{alone if found.estimated_bytes else ''}"
+        f"{size(findings.peak_bytes)} peak memory of the process, including Python and its libraries{there}, "
+        f"{batch}.{alone if findings.estimated_bytes else ''}"
     )

@@ -1,6 +1,6 @@
-"""Use of the devices by each user, durable apart from jobs: a prune or a rebuilt database does not lower it.
+"""Use of the devices by every user, durable apart from jobs: a prune or a rebuilt database does not lower it.
 
-    var/lib/honed/usage.jsonl    a line for each attempt that has ended, with its user's level after it; appended
+    var/lib/honed/usage.jsonl    a line for every attempt that has ended, with its user's level after it; appended
 
 A user's level is the device-seconds that their jobs have taken, divided by their weight. It only grows: users are
 compared by it. A user who comes back is raised to the floor: the lowest level of those who are there, or were there
@@ -223,13 +223,13 @@ def _bytes(line: _Line) -> bytes:
 
 def _parsed(lines: list[bytes]) -> Iterator[_Line | None]:
     """Yield what each line says, None for a damaged one; whole files are parsed at once, in half the time."""
-    each: Iterable[Any]
+    items: Iterable[Any]
     try:
         whole = json.loads(b"[" + b",".join(lines) + b"]")
-        each = whole if len(whole) == len(lines) else map(_loads, lines)
+        items = whole if len(whole) == len(lines) else map(_loads, lines)
     except (ValueError, RecursionError):
-        each = map(_loads, lines)
-    for raw, text in zip(each, lines, strict=True):
+        items = map(_loads, lines)
+    for raw, text in zip(items, lines, strict=True):
         try:
             yield _line(raw, text)
         except (ValueError, KeyError, TypeError, OverflowError):
@@ -245,10 +245,10 @@ def _loads(text: bytes) -> Any:
 
 def _line(raw: Any, text: bytes) -> _Line:
     """Check a line. Raises ValueError, KeyError or TypeError."""
-    found: _Line = {"uid": int(raw["uid"]), "level": float(raw["level"])}
-    if not text.endswith(b"\n") or not math.isfinite(found["level"]):
+    line: _Line = {"uid": int(raw["uid"]), "level": float(raw["level"])}
+    if not text.endswith(b"\n") or not math.isfinite(line["level"]):
         raise ValueError("cut off, or not a number")
     if "job" not in raw:
-        return found
+        return line
     ended_at, sec = float(raw["ended_at"]), float(raw["sec"])
-    return {**found, "ended_at": ended_at, "sec": sec, "job": int(raw["job"]), "attempt": int(raw["attempt"])}
+    return {**line, "ended_at": ended_at, "sec": sec, "job": int(raw["job"]), "attempt": int(raw["attempt"])}

@@ -46,9 +46,9 @@ class Wal:
             return
         with contextlib.suppress(OSError):
             info = self._wal_path.stat()
-            found = (info.st_size, info.st_mtime_ns)
-            if info.st_size >= COPY_BYTES and found != self._copied:
-                self._copied = found
+            stamp = (info.st_size, info.st_mtime_ns)
+            if info.st_size >= COPY_BYTES and stamp != self._copied:
+                self._copied = stamp
                 thread = threading.Thread(target=self._copy, name="wal", daemon=True)
                 with contextlib.suppress(RuntimeError):  # there are too many: a commit copies it
                     thread.start()

@@ -349,7 +349,7 @@ class Source:
         Raises EnvironmentInvalidError if it cannot be read.
         """
         path = self.layout.database_path
-        if not path.exists():
+        if not path.is_file():  # a named pipe would hold us up for ever
             yield None
             return
         try:

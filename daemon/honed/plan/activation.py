@@ -26,7 +26,7 @@ KEPT_HIDDEN, KEPT_MLP, KEPT_ADAPTER = 10.5, 4.0, 2.5
 #: Copies of its scores that eager attention keeps: masked, softmaxed in float32, cast back and multiplied.
 KEPT_SCORES = 5
 
-#: Bytes for each element of an 8-bit matrix that a CPU unpacks to half precision, measured: it and its scales' product
+#: Bytes for every element of an 8-bit matrix that a CPU unpacks to half precision, measured: it and its scales' product
 #: with it are widened to float32 meanwhile.
 HALF_8BIT_BYTES = 10
 
@@ -229,7 +229,7 @@ def _dequantized_bytes(device: Device, choices: Precision, loaded: Iterable[Para
 def _experts_copied(
     spec: JobSpec, model: BaseModelInfo, loaded: Iterable[Parameter], size: int, widths: Sizes
 ) -> float:
-    """Return the bytes of the experts of one layer that peft copies: it adds the adapter to them in each pass.
+    """Return the bytes of the experts of one layer that peft copies: it adds the adapter to them in every pass.
 
     The copy is kept for the backward pass.
     """
@@ -242,17 +242,17 @@ def _experts_copied(
 
 
 def _copied_tables(token_rows: TokenRows | None, loaded: tuple[Parameter, ...]) -> tuple[int, int]:
-    """Return the elements of whole tables that peft copies in each pass to train rows of them: in an embedding's
+    """Return the elements of whole tables that peft copies in every pass to train rows of them: in an embedding's
     lookup, and in a head's product.
 
     A gradient is as large as its table. The lookup's comes when nothing else is kept any more; the head's copy is kept
     beside it.
     """
-    found = [row for row, _ in parameter.token_rows(token_rows, loaded)]
-    heads = [item for item in found if item.role == "head"]
-    if found and (tied := parameter.tied_head(loaded)) is not None:
+    tables = [row for row, _ in parameter.token_rows(token_rows, loaded)]
+    heads = [item for item in tables if item.role == "head"]
+    if tables and (tied := parameter.tied_head(loaded)) is not None:
         heads.append(tied)
-    lookup = max((item.num_elements for item in found if item.role == "embedding"), default=0)
+    lookup = max((item.num_elements for item in tables if item.role == "embedding"), default=0)
     return lookup, 2 * sum(head.num_elements for head in heads)
 
 

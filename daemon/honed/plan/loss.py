@@ -27,7 +27,7 @@ CHUNKED_TOKENS = 256
 #: each with the value at which the operation does nothing.
 _SCALES: Mapping[str, float] = {"logits_scaling": 1, "lm_head_multiplier": 1, "logits_mup_width_multiplier": 1}
 #: Families that do so whatever their config.json says; whose head is more than one layer; that have a key which the
-#: chunked loss applies and they do not; or whose parts it cannot tell apart.
+#: chunked loss applies and they do not; or whose parts it cannot distinguish.
 _OWN_HEADS = frozenset(
     {
         "recurrent_gemma",
@@ -46,13 +46,13 @@ _OWN_HEADS = frozenset(
 
 def own_head(config: Mapping[str, Any]) -> str | None:
     """Name a model's operation on its logits that the chunked loss leaves out, or None; `config` is its config.json."""
-    for found in (config, config.get("text_config")):
-        if not isinstance(found, Mapping):
+    for section in (config, config.get("text_config")):
+        if not isinstance(section, Mapping):
             continue
         for key, nothing in _SCALES.items():
-            if isinstance(value := found.get(key), int | float) and value != nothing:
+            if isinstance(value := section.get(key), int | float) and value != nothing:
                 return f"{key} = {value:g} in its config.json"
-        if (name := found.get("model_type")) in _OWN_HEADS:
+        if (name := section.get("model_type")) in _OWN_HEADS:
             return f"the head of {name}"
     return None
 
@@ -112,8 +112,8 @@ def check(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> N
 def _adapter_config(spec: JobSpec) -> dict[str, Any] | None:
     if spec.adapter is None:
         return None
-    found = json.loads((Path(spec.adapter) / "adapter_config.json").read_bytes())
-    return found if isinstance(found, dict) else None
+    config = json.loads((Path(spec.adapter) / "adapter_config.json").read_bytes())
+    return config if isinstance(config, dict) else None
 
 
 def _targets(wanted: Any) -> Iterator[str]:

@@ -98,7 +98,7 @@ def estimate(
         if _is_compensated(choices) and choices.save_dtype != choices.load_dtype:
             # Predictions are made with float32 weights, without gradients.
             activation_bytes = max(activation_bytes, (4 - size) * learns.num_parameters)
-    found = Memory(
+    memory = Memory(
         weights_bytes=parameter.weights_bytes(model, loaded, choices),
         adapter_bytes=learns.num_added * size,
         gradient_bytes=learns.num_parameters * size if has_gradients else max(map(math.prod, learns.shapes)) * size,
@@ -114,7 +114,7 @@ def estimate(
         tower_bytes=tower_bytes,
         paged_bytes=sum(state for shape, state in states if is_paged and math.prod(shape) >= MIN_PAGED_SIZE),
     )
-    return _of_rank(found, spec, model, choices, loaded, mode)
+    return _of_rank(memory, spec, model, choices, loaded, mode)
 
 
 def _of_rank(
@@ -139,7 +139,7 @@ def _of_rank(
             shares["weights_bytes"] = math.ceil((whole.weights_bytes - scale_bytes) / num_ranks) + scale_bytes
             part = replace(whole, **shares, num_ranks=num_ranks)
             exchange_bytes = _gathered_bytes(whole, model, choices, loaded)
-            if choices.quantization == "4bit":  # it is quantized on each device before it is divided
+            if choices.quantization == "4bit":  # it is quantized on every device before it is divided
                 exchange_bytes = max(exchange_bytes, whole.weights_bytes + whole.adapter_bytes - part.total_bytes)
             return replace(part, exchange_bytes=exchange_bytes)
 
@@ -171,7 +171,7 @@ _LAYER = re.compile(r"\.(?:layers|h|blocks|block|layer)\.(\d+)\.")
 
 
 def _gathered_bytes(whole: Memory, model: BaseModelInfo, choices: Precision, loaded: Sequence[Parameter]) -> int:
-    """Return the bytes of what is whole at once on each device of a divided model.
+    """Return the bytes of what is whole at once on every device of a divided model.
 
     A layer and the next one, what is in no layer, and the gradients of one layer and of the rest.
     """
@@ -231,7 +231,7 @@ def _num_pixels(extent: Extent, rows: Sequence[Row], num_rows: int | None) -> in
 
 # --- Optimizer --------------------------------------------------------------------------------------------------------
 
-#: Optimizers by a pattern of their name, and the states of each parameter. `8bit` and `32bit` are bitsandbytes', which
+#: Optimizers by a pattern of their name, and the states of every parameter. `8bit` and `32bit` are bitsandbytes', which
 #: keep float32 whatever the parameter's dtype; `own` states have the parameter's dtype.
 OPTIMIZERS: tuple[tuple[str, Literal["own", "8bit", "32bit", "factored", "projected"], float], ...] = (
     (r"(paged_)?(adamw_8bit)|adamw_bnb_8bit", "8bit", 2),
@@ -252,7 +252,7 @@ OPTIMIZERS: tuple[tuple[str, Literal["own", "8bit", "32bit", "factored", "projec
 )
 
 
-#: Bytes for each element of a tensor that a step takes for a while, measured and rounded up: bitsandbytes steps on
+#: Bytes for every element of a tensor that a step takes for a while, measured and rounded up: bitsandbytes steps on
 #: a CPU by torch's own operations, in float32; its GPU kernels take nothing. A weight and gradient in half
 #: precision are widened: 4 more.
 STEP_BYTES = (
@@ -272,8 +272,8 @@ def _step_bytes(optim: str, device: Device, choices: Precision, largest: int, si
         return COMPENSATED_STEP_BYTES * min(largest, SLICE_ELEMENTS)
     if device.kind != "cpu":
         return 0
-    each = next((number for pattern, number in STEP_BYTES if re.fullmatch(pattern, optim)), 0)
-    return (each + (WIDENED_BYTES if size == 2 and optim != "adamw_torch" else 0)) * largest if each else 0
+    step_bytes = next((number for pattern, number in STEP_BYTES if re.fullmatch(pattern, optim)), 0)
+    return (step_bytes + (WIDENED_BYTES if size == 2 and optim != "adamw_torch" else 0)) * largest if step_bytes else 0
 
 
 def bytes_per_parameter(choices: Precision, optim: str) -> float:

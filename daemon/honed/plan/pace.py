@@ -69,16 +69,16 @@ def rate(spec: JobSpec) -> Iterator[str]:
     """Yield a warning about a learning rate that is far from all usual ones."""
     if not kind.of(spec).trains or not _ADAM.search(spec.training.optim):
         return
-    is_full, found = precision.is_full(spec), spec.training.learning_rate
+    is_full, rate = precision.is_full(spec), spec.training.learning_rate
     low, high = FULL_RATES if is_full else ADAPTER_RATES
     what, usual = ("full fine-tuning", "1e-6 to 1e-4") if is_full else ("an adapter", "1e-5 to 1e-3")
-    if found > high:
+    if rate > high:
         yield (
-            f"training.learning_rate: {found:g} is very high for {what} and likely to destroy what the model has "
+            f"training.learning_rate: {rate:g} is very high for {what} and likely to destroy what the model has "
             f"learned; {usual} is usual"
         )
-    elif found < low:
-        yield f"training.learning_rate: {found:g} is very low for {what}: the model will hardly learn; {usual} is usual"
+    elif rate < low:
+        yield f"training.learning_rate: {rate:g} is very low for {what}: the model will hardly learn; {usual} is usual"
 
 
 def warnings(spec: JobSpec, num_rows: int | None) -> list[str]:
@@ -86,5 +86,5 @@ def warnings(spec: JobSpec, num_rows: int | None) -> list[str]:
     if not kind.of(spec).trains:
         return []
     steps = num_steps(spec, num_rows)
-    found = [] if steps is None else list(unfit(spec, steps, is_most=spec.training.max_steps < 0))
-    return [*rate(spec), *found]
+    words = [] if steps is None else list(unfit(spec, steps, is_most=spec.training.max_steps < 0))
+    return [*rate(spec), *words]

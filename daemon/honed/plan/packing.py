@@ -128,14 +128,14 @@ def check(job_spec: JobSpec, model: BaseModelInfo) -> None:
 
 
 def leak(model_type: str, config: Mapping[str, Any]) -> str | None:
-    """Return how packed rows reach each other in such a model; None where they do not, or the config does not tell."""
+    """Return how packed rows reach each other in such a model; None where they do not, or the config does not say."""
     types = [installed.MODEL_TYPE_ALIASES.get(kind, kind) for kind in (model_type, *_nested_types(config))]
-    if found := next((kind for kind in types if kind in RECURRENT), None):
-        return f"{found} has layers that carry state from token to token"
-    if found := next((kind for kind in types if kind in UNMASKED), None):
-        return f"{found}'s attention does not use positions to separate packed rows"
-    if found := next((kind for kind in _layer_kinds(config) if _STATE.search(kind)), None):
-        return f"config.json lists layers that carry state from token to token ({found})"
+    if culprit := next((kind for kind in types if kind in RECURRENT), None):
+        return f"{culprit} has layers that carry state from token to token"
+    if culprit := next((kind for kind in types if kind in UNMASKED), None):
+        return f"{culprit}'s attention does not use positions to separate packed rows"
+    if culprit := next((kind for kind in _layer_kinds(config) if _STATE.search(kind)), None):
+        return f"config.json lists layers that carry state from token to token ({culprit})"
     return None
 
 
@@ -147,9 +147,9 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _nested_types(config: Mapping[str, Any]) -> list[str]:
-    return [each for section in _sections(config) if isinstance(each := section.get("model_type"), str)]
+    return [model_type for section in _sections(config) if isinstance(model_type := section.get("model_type"), str)]
 
 
 def _layer_kinds(config: Mapping[str, Any]) -> list[str]:
-    found = [section.get(key) for section in _sections(config) for key in _LAYER_KEYS]
-    return sorted({str(kind) for kinds in found if isinstance(kinds, list) for kind in kinds})
+    values = [section.get(key) for section in _sections(config) for key in _LAYER_KEYS]
+    return sorted({str(kind) for kinds in values if isinstance(kinds, list) for kind in kinds})

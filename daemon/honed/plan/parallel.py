@@ -1,9 +1,9 @@
 """The division of a job between devices, with reasons.
 
-    ddp    the whole model on each device; the rows are divided, and gradients are averaged
+    ddp    the whole model on every device; the rows are divided, and gradients are averaged
     fsdp   weights, gradients and optimizer states are divided, too; a layer is whole while it is computed
 
-One rank trains on each device. `num_ranks` follows from the job file alone; the mode depends on the model's size.
+One rank trains on every device. `num_ranks` follows from the job file alone; the mode depends on the model's size.
 What both cannot do is refused by name: DeepSpeed, tensor and sequence parallelism by the keys of `training`, Unsloth by
 the choice of the backend.
 """
@@ -116,7 +116,7 @@ def check_precision(mode: Mode, choices: Precision) -> None:
         )
 
 
-def told(mode: Mode, choices: Precision) -> Precision:
+def explained(mode: Mode, choices: Precision) -> Precision:
     """Return the precision with what a mode means for it."""
     if mode != "fsdp" or not choices.bf16:
         return choices
@@ -126,8 +126,8 @@ def told(mode: Mode, choices: Precision) -> Precision:
 
 def _storage(model: BaseModelInfo) -> str:
     """Return the dtype into which a stored checkpoint packs its 4-bit weights."""
-    found = model.config.get("quantization_config")
-    return str(found.get("bnb_4bit_quant_storage", "uint8") if isinstance(found, dict) else "uint8")
+    quantization = model.config.get("quantization_config")
+    return str(quantization.get("bnb_4bit_quant_storage", "uint8") if isinstance(quantization, dict) else "uint8")
 
 
 def choose(spec: JobSpec, mode: Mode, memory: Memory, whole: Memory, why: str = "") -> Parallel:

@@ -159,17 +159,17 @@ def parameters(model: BaseModelInfo) -> tuple[Parameter, ...]:
             owner = QUANTIZATION_STATE.sub("", tensor.name).removesuffix(".weight")
             state[owner] = state.get(owner, 0) + tensor.num_bytes
     experts: dict[str, list[tuple[str, Tensor]]] = {}
-    found = []
+    made = []
     is_tied = model.config.get("tie_word_embeddings") is True and any(map(_is_embedding, tensors.values()))
     for tensor in tensors.values():
         if match := _EXPERT.fullmatch(tensor.name):
             stacked = "down_proj" if match["leaf"] in ("w2", "down_proj") else "gate_up_proj"
             experts.setdefault(f"{match['prefix']}.{stacked}", []).append((match["number"], tensor))
         elif not (_is_buffer(tensor) or (is_tied and _HEAD.search(_module(tensor)))):
-            found.append(_parameter(tensor, model, state))
-    found += [_stacked(name, expert, model, state) for name, expert in experts.items()]
+            made.append(_parameter(tensor, model, state))
+    made += [_stacked(name, expert, model, state) for name, expert in experts.items()]
     translated = loadedname.translation(model)
-    return tuple(replace(item, name=translated(item.name)) for item in found)
+    return tuple(replace(item, name=translated(item.name)) for item in made)
 
 
 def _looks_ahead(name: str, config: Mapping[str, Any]) -> bool:
@@ -247,7 +247,7 @@ def weights_bytes(model: BaseModelInfo, loaded: Iterable[Parameter], choices: Pr
 
 
 def scale_bytes(model: BaseModelInfo, loaded: Iterable[Parameter], choices: Precision) -> int:
-    """Return the bytes of 4-bit weights' scales, which are whole on each device of a divided model."""
+    """Return the bytes of 4-bit weights' scales, which are whole on every device of a divided model."""
     if choices.quantization != "4bit" or model.is_quantized:
         return 0
     quantized = [item for item in loaded if item.stored_bytes is None and is_quantizable(item)]
@@ -383,16 +383,16 @@ def passed_over(spec: JobSpec, model: BaseModelInfo) -> list[str]:
         return []
     parts = precision.trained_parts(spec)
 
-    def is_passed_over(each: Parameter) -> bool:
-        leaf = each.module.rpartition(".")[2]
+    def is_passed_over(param: Parameter) -> bool:
+        leaf = param.module.rpartition(".")[2]
         return (
-            each.role == "linear"
+            param.role == "linear"
             and leaf in names
             and (lora.target_modules == "all-linear" or leaf in lora.target_modules)
-            and modality.part(each.module) in parts
-            and not _is_named(lora, each)
-            and placement.is_in_layers(lora, each.module)
-            and not placement.is_excluded(each.module, lora.exclude_modules)
+            and modality.part(param.module) in parts
+            and not _is_named(lora, param)
+            and placement.is_in_layers(lora, param.module)
+            and not placement.is_excluded(param.module, lora.exclude_modules)
         )
 
     return [parameter.name for parameter in parameters(model) if is_passed_over(parameter)]
@@ -463,9 +463,9 @@ def tied_head(loaded: tuple[Parameter, ...]) -> Parameter | None:
 
 def asked_token_rows(spec: JobSpec, adapter: AdapterInfo | None) -> TokenRows | None:
     """Return the rows that a job's adapter trains, which it makes or continues."""
-    found = spec.lora.trainable_token_indices if spec.lora is not None else None
+    indices = spec.lora.trainable_token_indices if spec.lora is not None else None
     stored = adapter.config.get("trainable_token_indices") if adapter is not None else None
-    return stored if isinstance(stored, list | dict) else found
+    return stored if isinstance(stored, list | dict) else indices
 
 
 def token_rows(asked: TokenRows | None, loaded: tuple[Parameter, ...]) -> list[tuple[Parameter, list[int]]]:
@@ -508,7 +508,7 @@ def _shared(loaded: tuple[Parameter, ...]) -> Iterator[Parameter]:
             blocks.setdefault(int(match["layer"]), []).append((match["before"], match["after"], item))
     if not blocks:
         return
-    layers = {int(found["number"]) for item in loaded if (found := _HYBRID.search(item.name))}
+    layers = {int(hybrid["number"]) for item in loaded if (hybrid := _HYBRID.search(item.name))}
     stored = [blocks[number] for number in sorted(blocks)]
     for place, layer in enumerate(sorted(layers)):
         if layer not in blocks:
@@ -566,7 +566,7 @@ def _is_named(lora: LoraSpec, parameter: Parameter) -> bool:
 
 
 def _parameter_adapter(parameter: Parameter, rank: int) -> list[Shape]:
-    """Return the shapes of the adapter of a parameter in target_parameters: one of the rank for each expert."""
+    """Return the shapes of the adapter of a parameter in target_parameters: one of the rank for every expert."""
     num_experts, num_outputs, num_inputs = (1, 1, *parameter.shape)[-3:]
     stacked = num_experts * rank
     return [(stacked, num_inputs), (num_outputs, stacked)]

@@ -127,7 +127,7 @@ def make(
             spec, model, device, has_flash_attn=installed.has("flash_attn"), rung=rung, adapter_dtype=adapter_dtype
         )
         parallel.check_precision(mode, choices)
-        choices = parallel.told(mode, choices)
+        choices = parallel.explained(mode, choices)
         return choices, memory.estimate(
             spec,
             model,
@@ -144,10 +144,10 @@ def make(
     def descend(mode: parallel.Mode) -> tuple[Precision, Memory, tuple[Step, ...]]:
         if not precision.is_full(spec) or pinned is not None:
             return *look(pinned if precision.is_full(spec) else None, mode), ()
-        found = precision.rungs(spec, model, device, has_bitsandbytes=installed.has("bitsandbytes"))
+        rungs = precision.rungs(spec, model, device, has_bitsandbytes=installed.has("bitsandbytes"))
         if mode == "fsdp":
-            found = tuple(item for item in found if parallel.can_divide(item))
-        return _descend([look(rung, mode) for rung in found], spec)
+            rungs = tuple(item for item in rungs if parallel.can_divide(item))
+        return _descend([look(rung, mode) for rung in rungs], spec)
 
     parallel.check(spec, has_cluster=config.jobs.has_cluster)
     modes = parallel.modes(spec, model, device, has_media=bool(rows))
@@ -313,8 +313,8 @@ def _unsloth_changes(spec: JobSpec, model: BaseModelInfo, choices: Precision) ->
     if lora is None:
         return ""
     targets = lora.target_modules if isinstance(lora.target_modules, list) else []
-    if found := [name for name in targets if name.rpartition(".")[2] in UNSLOTH_SAVED]:
-        return f"Unsloth trains {found[0]} in full if it is among the target_modules"
+    if names := [name for name in targets if name.rpartition(".")[2] in UNSLOTH_SAVED]:
+        return f"Unsloth trains {names[0]} in full if it is among the target_modules"
     is_own = model.model_type in UNSLOTH_FAMILIES and choices.quantization != "8bit"
     for name in lora.modules_to_save or ():
         if is_own and name.rpartition(".")[2] not in UNSLOTH_SAVED and "norm" not in name:
@@ -346,9 +346,9 @@ def _passed_over(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | Non
 
 
 def _warnings(model: BaseModelInfo, choices: Precision, needed: Memory) -> list[str]:
-    found = list(choices.warnings)
+    warnings = list(choices.warnings)
     if not needed.fits:
-        found.append(
+        warnings.append(
             f"memory: the estimate is {gib(needed.total_bytes)}, but only {gib(needed.available_bytes)} is "
             "available: memory may run out; reduce per_device_train_batch_size or "
             f"{'media.max_image_size' if needed.media else 'max_length'}"
@@ -357,15 +357,17 @@ def _warnings(model: BaseModelInfo, choices: Precision, needed: Memory) -> list[
         experts = [item for item in parameter.parameters(model) if item.role == "experts"]
         if experts:
             kept = parameter.weights_bytes(model, experts, choices)
-            found.append(
+            warnings.append(
                 f"quantization: {choices.quantization} leaves the experts in {choices.load_dtype}, {gib(kept)} of "
                 f"{gib(needed.weights_bytes)} of weights: bitsandbytes quantizes linear layers alone"
             )
     if model.is_pickled:
-        found.append(f"{model.path}: the weights are pickled; their number and dtype are estimated from the file size")
+        warnings.append(
+            f"{model.path}: the weights are pickled; their number and dtype are estimated from the file size"
+        )
     claimed, stored = model.config.get("dtype") or model.config.get("torch_dtype"), model.stored_dtype
     if isinstance(claimed, str) and claimed != stored and not model.is_quantized:
-        found.append(
+        warnings.append(
             f"{model.path / 'config.json'}: says {claimed}, but the weights are stored in {stored}, which is used"
         )
-    return found
+    return warnings

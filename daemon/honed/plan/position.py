@@ -65,5 +65,5 @@ def positions(config: Mapping[str, Any]) -> int | None:
     """Return the number of the language model's positions, as config.json gives it."""
     inner = config.get("thinker_config") or config
     inner = inner.get("text_config") or inner if isinstance(inner, dict) else config
-    found = [inner.get(key) for key in _KEYS] if isinstance(inner, dict) else []
-    return next((item for item in found if type(item) is int and item > 0), None)
+    limits = [inner.get(key) for key in _KEYS] if isinstance(inner, dict) else []
+    return next((item for item in limits if type(item) is int and item > 0), None)

@@ -4,7 +4,7 @@
         └──► bitsandbytes' compute dtype (the same) and the attention implementation
 
 Every choice carries its reason. A request by name that cannot be met is refused, never silently replaced; `auto` is
-resolved here. tests/unit/plan/test_precision.py names the failure that each rule prevents.
+resolved here. tests/unit/plan/test_precision.py names the failure that every rule prevents.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ NO_SDPA = frozenset(
         "xlstm",
     }
 )
-#: The reason for bitsandbytes' compute dtype, for each quantization.
+#: The reason for bitsandbytes' compute dtype, for every quantization.
 COMPUTE_REASONS = {
     "none": "nothing is quantized",
     "4bit": "bitsandbytes computes in the dtype of the other weights: two dtypes would meet in one product",
@@ -333,16 +333,16 @@ def rungs(spec: JobSpec, model: BaseModelInfo, device: Device, *, has_bitsandbyt
             hint="master_weights: float32, or none",
             fix={"master_weights": "float32"},
         )
-    found = candidates(spec, can_half=can_half, has_8bit=has_bitsandbytes and device.kind != "mps")
+    rungs = candidates(spec, can_half=can_half, has_8bit=has_bitsandbytes and device.kind != "mps")
     if device.kind == "mps":
-        found = tuple(item for item in found if item.master_weights != "compensated")
-    if not found:
+        rungs = tuple(item for item in rungs if item.master_weights != "compensated")
+    if not rungs:
         raise SpecError(
             f"master_weights: {spec.master_weights} needs bfloat16, which {_device_words(device)} does not support",
             hint="master_weights: auto uses float32 on this device",
             fix={"master_weights": "auto"},
         )
-    return found
+    return rungs
 
 
 def _full_dtype(spec: JobSpec, model: BaseModelInfo, device: Device, rung: Rung) -> _Choice:

@@ -39,7 +39,7 @@ def check(
     ways = list(
         remedies(spec, device, estimate_for, media=memory.media, num_frames=memory.num_frames, num_devices=num_devices)
     )
-    found = [words for words, _ in ways]
+    ways_in_words = [words for words, _ in ways]
     rows = f"{memory.batch_size} row{'s' if memory.batch_size > 1 else ''} of {memory.length} tokens at a time"
     if memory.num_media_tokens:
         rows += f", up to {memory.num_media_tokens} of which are for {', '.join(memory.media)}"
@@ -47,8 +47,8 @@ def check(
     raise MemoryShortError(
         f"about {gib(memory.total_bytes)} is needed{on_each} ({parts}; {rows}), but {device.name} has only "
         f"{gib(memory.available_bytes)} available for a job",
-        hint="; or ".join(found)
-        if found
+        hint="; or ".join(ways_in_words)
+        if ways_in_words
         else "use a smaller model, or a device with more memory: no smaller change helps",
         fix=_edits(spec, ways[0][1]) if ways else {},
     )
@@ -56,16 +56,16 @@ def check(
 
 def _edits(spec: Section, changed: Section, home: str = "") -> Fix:
     """Return the edits that turn one spec into the other."""
-    found: Fix = {}
+    edits: Fix = {}
     for key in type(spec).model_fields:
         before, after = getattr(spec, key), getattr(changed, key)
         if before == after:
             continue
         if isinstance(before, Section) and isinstance(after, Section):
-            found |= _edits(before, after, f"{home}{key}.")
+            edits |= _edits(before, after, f"{home}{key}.")
         else:
-            found[f"{home}{key}"] = after.model_dump(exclude_unset=True) if isinstance(after, Section) else after
-    return found
+            edits[f"{home}{key}"] = after.model_dump(exclude_unset=True) if isinstance(after, Section) else after
+    return edits
 
 
 _PART_WORDS = {
@@ -95,20 +95,20 @@ def remedies(
 
     def fits(candidate: JobSpec) -> Memory | None:
         try:
-            found = estimate_for(candidate)
+            memory = estimate_for(candidate)
         except HonedError:
             return None
-        return found if found.fits and not rule.problems(candidate, {}, except_of=[]) else None
+        return memory if memory.fits and not rule.problems(candidate, {}, except_of=[]) else None
 
-    def say(words: str, found: Memory) -> str:
-        return f"{words} ({gib(found.total_bytes)})"
+    def say(words: str, memory: Memory) -> str:
+        return f"{words} ({gib(memory.total_bytes)})"
 
     single = []
     divided: Way = partial(_divided, num_devices)
     for way in (*small, divided, *_LARGE):
         for words, candidate in way(spec, device):
-            if found := fits(candidate):
-                single.append((say(words, found), candidate))
+            if memory := fits(candidate):
+                single.append((say(words, memory), candidate))
                 break
     yield from single[:3]
     if single:
@@ -131,8 +131,8 @@ def remedies(
                 continue
             steps_taken.append(chosen[0])
             candidate = chosen[1]
-            if found := fits(candidate):
-                text = say(", ".join(steps_taken), found)
+            if memory := fits(candidate):
+                text = say(", ".join(steps_taken), memory)
                 if text not in said and len(said) < 2:
                     said.append(text)
                     yield text, candidate

@@ -48,7 +48,7 @@ def estimate(extents: Sequence[Extent], *, max_length: int | None, is_packed: bo
 
 
 def _drawn(extents: Sequence[Extent]) -> list[float]:
-    """Return the number of rows that are taken of each data set; see `dataset.Reading`."""
+    """Return the number of rows that are taken of every data set; see `dataset.Reading`."""
     weights = [extent.fraction for extent in extents]
     if any(weight is None for weight in weights):
         return [extent.num_rows for extent in extents]

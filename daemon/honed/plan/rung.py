@@ -51,16 +51,16 @@ def candidates(spec: JobSpec, *, can_half: bool, has_8bit: bool) -> tuple[Rung, 
     """
     asked = asked_optim(spec)
     small = ADAMW_8BIT if has_8bit else ADAMW
-    found: list[Rung] = []
+    rungs: list[Rung] = []
     if spec.master_weights in ("auto", "float32"):
-        found += [Rung("float32", item) for item in ([asked] if asked else dict.fromkeys((ADAMW, small)))]
+        rungs += [Rung("float32", item) for item in ([asked] if asked else dict.fromkeys((ADAMW, small)))]
     if spec.master_weights in ("auto", "compensated") and can_half and (asked is None or asked in COMPENSATED):
-        found.append(Rung("compensated", asked or small))
+        rungs.append(Rung("compensated", asked or small))
     if spec.master_weights in ("auto", "none") and can_half:
         # Requested by name, it is AdamW where that fits, as in other tools.
         wanted = dict.fromkeys((ADAMW, small)) if spec.master_weights == "none" else (small,)
-        found += [Rung("none", item) for item in ([asked] if asked else wanted)]
-    return tuple(found)
+        rungs += [Rung("none", item) for item in ([asked] if asked else wanted)]
+    return tuple(rungs)
 
 
 def pinned(precision: Precision | None) -> Rung | None:

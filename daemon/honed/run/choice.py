@@ -79,7 +79,7 @@ def _units(layout: Layout) -> Systemd | None:
 
 
 def findings(layout: Layout, config: Config) -> Iterator[tuple[str, Status, str, str]]:
-    """Yield the name, status, detail and hint of each check of the workers' cluster, for `honectl doctor`."""
+    """Yield the name, status, detail and hint of every check of the workers' cluster, for `honectl doctor`."""
     if config.jobs.has_cluster:
         from honed.run import slurm_doctor
 

@@ -49,15 +49,15 @@ class _Suspension:
         return lasted_sec
 
 
-def _unseen_sec(attempt: Attempt, place: AttemptFiles) -> float:
+def _unseen_sec(attempt: Attempt, files: AttemptFiles) -> float:
     """Return the seconds of an attempt in which it was paused and no honed has seen it, but its shim has: honed's own
     watchdog ends it after a freeze. What was noted before it began was before its turn."""
     try:
-        is_older = untrusted.info(place.paused_path).st_mtime < attempt.began.wall
+        is_older = untrusted.info(files.paused_path).st_mtime < attempt.began.wall
     except OSError:
         return 0.0
     ran_sec = Moment.now().since(attempt.began)
-    paused_sec = noted_sec(place.paused_path) - _noted_before_sec(attempt)
+    paused_sec = noted_sec(files.paused_path) - _noted_before_sec(attempt)
     return 0.0 if is_older else max(0.0, min(paused_sec, ran_sec) - attempt.paused_sec)
 
 
@@ -79,9 +79,9 @@ class Deadlines:
         self._clock = clock
         self._since = Moment.now()
         self._suspension = _Suspension(clock())
-        place = layout.files(job.id).attempt(job.attempt.number)
-        self._unseen_sec = _unseen_sec(job.attempt, place)
-        self._pulses = Pulses(place, max(1, job.num_gpus), clock())
+        files = layout.files(job.id).attempt(job.attempt.number)
+        self._unseen_sec = _unseen_sec(job.attempt, files)
+        self._pulses = Pulses(files, max(1, job.num_gpus), clock())
         self._kill_at: float | None = None
         self._was_killed = False
         self._stalled = ""  #: who gave no sign of life, and where; empty while none was missed
@@ -176,16 +176,15 @@ class Deadlines:
 
     def _silent(self, now: float, told_at: float) -> list[Silence]:
         """Return the ranks that gave no sign of life for too long. For a unit, rank 0 is heard by its own watchdog."""
-        is_supervised, jobs, found = self._runner.is_supervised(self._job.id), self._config().jobs, []
+        is_supervised, jobs, hung = self._runner.is_supervised(self._job.id), self._config().jobs, []
         for silence in self._pulses.silences(now, told_at):
             learned_sec = jobs.stall_timeout_sec if silence.learned_sec is None else silence.learned_sec
             is_hung = silence.sec >= min(jobs.stall_timeout_sec, max(jobs.min_stall_timeout_sec, learned_sec))
             if is_hung and not (is_supervised and silence.rank == 0):
-                found.append(silence)
-        return found
+                hung.append(silence)
+        return hung
 
     def _describe(self, silent: Sequence[Silence], stage: str, seconds: str = "") -> str:
-        """Describe a silence for people."""
         numbers = [item.rank for item in silent] or [0]
         who, phase = self._pulses.who_hangs(numbers), self._pulses.phase_of(numbers) or self.phase or stage
         return f"{f'{who} gave ' if who else ''}no sign of life{seconds} in {phase}"
@@ -260,5 +259,4 @@ class Deadlines:
         return spent >= self._job.time_limit_sec + self._config().jobs.time_limit_grace_sec
 
     def _spent_before(self) -> float:
-        """Return the seconds that the attempts before this one took."""
         return sum(attempt.spent_sec for attempt in self._job.attempts[:-1])

@@ -45,11 +45,11 @@ def may_fall_back(layout: Layout, job: Job, outcome: Outcome) -> bool:
     try:
         return bool(PlanFile.read(layout.files(job.id).plan_path).spec.get("backend") != "unsloth")
     except UNREADABLE_PLAN as fault:
-        _tell_unreadable(job, fault)
+        _log_unreadable(job, fault)
         return False
 
 
-def _tell_unreadable(job: Job, fault: Exception) -> None:
+def _log_unreadable(job: Job, fault: Exception) -> None:
     """Log that a job's plan cannot be read. Raises the error again if it is a fault of the machine."""
     if durable.fault_at_persons(fault):
         raise fault
@@ -78,7 +78,7 @@ def _smaller(layout: Layout, job: Job, outcome: Outcome, last_phase: str) -> Rem
         spec = out_of_memory.adjusted(plan.spec, job.adjustments)
         media = out_of_memory.Media.of(plan.memory)
     except UNREADABLE_PLAN as fault:
-        _tell_unreadable(job, fault)
+        _log_unreadable(job, fault)
         return Remedy()
     wish = (spec.get("retry") or {}).get("on_out_of_memory", "adjust")
     if wish != "adjust":
@@ -99,10 +99,10 @@ def _smaller(layout: Layout, job: Job, outcome: Outcome, last_phase: str) -> Rem
 def has_room(layout: Layout, job: Job, num_bytes: int) -> bool:
     """Return True if a job's directory has that much free disk space."""
     try:
-        found = os.statvfs(layout.files(job.id).place)
+        disk = os.statvfs(layout.files(job.id).place)
     except OSError:
         return True  # its start will show it
-    return found.f_bavail * found.f_frsize >= num_bytes
+    return disk.f_bavail * disk.f_frsize >= num_bytes
 
 
 def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[State, dict[str, Any]]:  # noqa: B008
@@ -127,8 +127,8 @@ def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[
     again = State.HELD if job.stop is Stop.HOLD else State.QUEUED
     if remedy.adjustment is not None:  # a ladder has its own end, and uses up no attempt
         adjustments, attempts = (*job.adjustments, remedy.adjustment), job.with_attempt(is_adjusted=True).attempts
-        told = {"outcome": outcome.code, "error": problem, "stop": None}
-        return again, {**told, "adjustments": adjustments, "attempts": attempts}
+        end = {"outcome": outcome.code, "error": problem, "stop": None}
+        return again, {**end, "adjustments": adjustments, "attempts": attempts}
     if remedy.needs_bytes:
         return again, {"outcome": outcome.code, "error": problem, "stop": None, "needs_bytes": remedy.needs_bytes}
     num_failures = job.num_failures + 1
@@ -139,7 +139,7 @@ def destination(job: Job, outcome: Outcome, remedy: Remedy = Remedy()) -> tuple[
     return State.FAILED, changes
 
 
-def tell(job: Job, outcome: Outcome, step: int, remedy: Remedy) -> None:
+def log_end(job: Job, outcome: Outcome, step: int, remedy: Remedy) -> None:
     """Log the end of an attempt. `job` is in its new state."""
     preempted = job.state is State.QUEUED and job.outcome == "interrupted" and job.preemption
     is_well = (outcome.is_success and not job.remark) or job.state in {State.HELD, State.CANCELLED} or preempted

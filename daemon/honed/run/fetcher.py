@@ -1,4 +1,4 @@
-"""The daemon's side of fetching (fetch.py): arrivals that wait for a model or data set, each fetched once for all of
+"""The daemon's side of fetching (fetch.py): arrivals that wait for a model or data set, fetched once for all of
 them.
 
     want ── var/lib/honed/fetch/<n>.json ──► a process with --request n ──► <n>.result.json ── poll
@@ -34,7 +34,7 @@ from honed.system.layout import FetchLayout, Layout
 
 log = logging.getLogger(__name__)
 
-#: Delay in seconds before a fetch that died is restarted, doubled for each death without progress, and its maximum.
+#: Delay in seconds before a fetch that died is restarted, doubled for every death without progress, and its maximum.
 FIRST_DELAY_SEC = 1.0
 MAX_DELAY_SEC = 60.0
 #: Consecutive deaths without progress after which a fetch fails.
@@ -43,7 +43,7 @@ MAX_DEATHS = 5
 DEADLINE_GRACE_SEC = 120.0
 #: Seconds between two log lines about one fetch.
 LOG_INTERVAL_SEC = 60.0
-#: Seconds that the processes have to end when the daemon stops, and each that it has to kill then.
+#: Seconds that the processes have to end when the daemon stops, and again where it has to kill them.
 CLOSE_TIMEOUT_SEC, KILLED_TIMEOUT_SEC = 3.0, 1.0
 #: Environment variables that a fetch must not inherit: a token comes from a file.
 SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -66,7 +66,7 @@ class FetchRunner(Protocol):
 
 
 class ProcessFetchRunner:
-    """Fetches as processes of the daemon's user, each in its own session; they end with the daemon."""
+    """Fetches as processes of the daemon's user, every one in its own session; they end with the daemon."""
 
     def __init__(self, layout: Layout, *, command: Sequence[str] | None = None) -> None:
         self._layout = layout
@@ -186,8 +186,8 @@ class Fetcher:
                     "code",
                     "deadline",
                 }:
-                    said = {item.name: request[item.name] for item in fields(Missing) if item.name in request}
-                    fetch = _Fetch(number, Missing(**said), request, is_started=True)
+                    keys = {item.name: request[item.name] for item in fields(Missing) if item.name in request}
+                    fetch = _Fetch(number, Missing(**keys), request, is_started=True)
                     self._fetches[number] = fetch
                 continue  # its deadline still applies when it is requested again
             self._runner.stop(number)
@@ -248,7 +248,7 @@ class Fetcher:
         return next((fetch.progress for fetch in self._fetches.values() if number in fetch.waiting), FetchProgress())
 
     def status(self, *, is_named: bool = True) -> list[str]:
-        """Return a short text for each fetch."""
+        """Return a short text per fetch."""
         return [
             f"fetching {fetch.missing.repo_id if is_named else f'a {fetch.missing.what}'}{_share(fetch.progress)}"
             for fetch in self._fetches.values()
@@ -333,13 +333,12 @@ class Fetcher:
         self._remove_files(fetch.number)
 
     def _count(self, number: int, repo_type: object) -> None:
-        """Report what a process, which has ended or is being ended, has received, once."""
         path = self._layout.fetch(number).progress_path
         received = (_read(path) or {}).get("received")
         path.unlink(missing_ok=True)
         if isinstance(received, int) and received > 0 and isinstance(repo_type, str):
-            for told in self.listeners:
-                told(repo_type, received)
+            for listener in self.listeners:
+                listener(repo_type, received)
 
     def _remove_files(self, number: int) -> None:
         files = self._layout.fetch(number)

@@ -2,7 +2,7 @@
 
     empty ── start ──► starting ── its first line, READY ──► ready ──► empty: it has died, or is dropped
       ▲                   │
-      └──── a pause ◄─────┴── it has died, or said nothing in time: `fault` says why until one is ready
+      └──── a pause ◄─────┴── it has died, or reported nothing in time: `fault` says why until one is ready
 
 Nothing here blocks: a helper is killed without waiting for its end, and reaped later.
 """
@@ -161,11 +161,11 @@ class HelperSlot:
 
     def stage(self) -> str:
         """Return the helper's last reported stage."""
-        told = os.pread(self._stage_file.fileno(), STAGE_BYTES, 0).decode("ascii", errors="replace").strip()
-        return told if told.isprintable() and told else "start"
+        stage = os.pread(self._stage_file.fileno(), STAGE_BYTES, 0).decode("ascii", errors="replace").strip()
+        return stage if stage.isprintable() and stage else "start"
 
     def _forget_stage(self) -> None:
-        with contextlib.suppress(OSError):  # of the machine: the last stage is quoted until the next is told
+        with contextlib.suppress(OSError):  # of the machine: the last stage is quoted until the next is reported
             self._stage_file.truncate(0)
 
     def _become_ready(self) -> None:

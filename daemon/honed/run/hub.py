@@ -80,33 +80,33 @@ class Hub:
         import huggingface_hub  # noqa: PLC0415  (it belongs to the worker's packages)
 
         with self._translated():
-            found = huggingface_hub.HfApi(token=self._token).repo_info(
+            repository = huggingface_hub.HfApi(token=self._token).repo_info(
                 self._repo_id,
                 repo_type=self._wanted.repo_type,
                 revision=self._revision,
                 files_metadata=True,
                 timeout=self._timeout_sec,
             )
-        commit = str(found.sha)
+        commit = str(repository.sha)
         if not re.fullmatch(r"[0-9a-f]{7,64}", commit):
             raise EnvironmentInvalidError(f"{self.where}: the hub returned {commit!r} as its commit")
         files = {}
-        for sibling in found.siblings or []:
+        for sibling in repository.siblings or []:
             blob, size = (sibling.lfs.sha256, sibling.lfs.size) if sibling.lfs else (sibling.blob_id, sibling.size)
             files[sibling.rfilename] = File(sibling.rfilename, -1 if size is None else size, blob or "")
-        return Listing(commit, files, _license(found), bool(found.gated))
+        return Listing(commit, files, _license(repository), bool(repository.gated))
 
     def ask(self, commit: str, name: str) -> File:
         """Return a file's size and hash from its own URL."""
         import huggingface_hub  # noqa: PLC0415
 
         with self._translated():
-            found = huggingface_hub.get_hf_file_metadata(
+            metadata = huggingface_hub.get_hf_file_metadata(
                 self._url(commit, name), token=self._token, timeout=self._timeout_sec, retry_on_errors=False
             )
-        if found.etag is None or found.size is None:
+        if metadata.etag is None or metadata.size is None:
             raise EnvironmentInvalidError(f"{self.where}: the hub returned no ETag or size of {name}")
-        return File(name, found.size, found.etag)
+        return File(name, metadata.size, metadata.etag)
 
     @contextlib.contextmanager
     def open(self, commit: str, name: str, begin: int) -> Iterator[Any]:
@@ -193,9 +193,8 @@ class Hub:
                 return EnvironmentInvalidError(f"{where}: the hub responded with {status} to {error.response.url.path}")
 
 
-def _license(found: Any) -> str | None:
-    """Return the licence that a repository's card names."""
-    given = [tag.removeprefix("license:") for tag in found.tags or [] if tag.startswith("license:")]
+def _license(repository: Any) -> str | None:
+    given = [tag.removeprefix("license:") for tag in repository.tags or [] if tag.startswith("license:")]
     return given[0] if given and given[0].isprintable() else None
 
 

@@ -1,10 +1,10 @@
 """The view of a job's unit: `honed-view ID`, as root, before honed-job@ID.service; `honed-view ID --remove` after it.
 
     /run/userdb/honed-j<id>.user              the unit's user: an alias of the job's submitter, without a password
-    /run/userdb/honed-j<id>:honed-g<gid>.membership      and their groups, each with its honed-g<gid>.group
+    /run/userdb/honed-j<id>:honed-g<gid>.membership      and their groups, with a honed-g<gid>.group
     /run/honed-view/<id>/                     the directory that the unit sees as /var/lib/honed
         jobs/<id>/                            an empty directory, over which the unit binds the job's own
-        jobs/<other>/  staged/<copy>/         inputs in these places, each opened as the submitter and then bound
+        jobs/<other>/  staged/<copy>/         inputs in these places, opened as the submitter and then bound
         rows/<uid>/                           the submitter's encoded rows, likewise; not for a job with code of its own
     /run/systemd/system/honed-job@<id>.service.d/       for a job with several ranks: loopback, so that they can talk
 
@@ -60,14 +60,14 @@ def user_name(job_id: int) -> str:
 def worker(job: JobFiles) -> Person:
     """Return the user that a job's worker runs as. Raises ViewError if there is none."""
     uid = access.job_user(job.place)
-    found = access.person(uid if uid is not None else access.WORKERS_USER)
-    if found is None:
+    person = access.person(uid if uid is not None else access.WORKERS_USER)
+    if person is None:
         raise ViewError(f"the user {access.WORKERS_USER} is missing: systemd-sysusers creates it")
     try:
-        pwd.getpwuid(found.uid)
+        pwd.getpwuid(person.uid)
     except KeyError:
-        raise ViewError(f"{job.dir}: its submitter, user {found.uid}, no longer exists on this machine") from None
-    return found
+        raise ViewError(f"{job.dir}: its submitter, user {person.uid}, no longer exists on this machine") from None
+    return person
 
 
 def add(layout: Layout, job_id: int) -> None:
@@ -85,8 +85,8 @@ def add(layout: Layout, job_id: int) -> None:
                 _register(job_id, who)
                 view = VIEW_DIR / str(job_id)
                 (view / "jobs" / str(job_id)).mkdir(parents=True)
-                for place, fd in shown:
-                    target = view / place.relative_to(layout.state_dir)
+                for path, fd in shown:
+                    target = view / path.relative_to(layout.state_dir)
                     target.mkdir(parents=True, exist_ok=True)
                     viewmount.mount(fd, target)
         _check_registered(job_id, who)
@@ -104,8 +104,8 @@ def _opened(layout: Layout, job_id: int, who: Person, stack: contextlib.ExitStac
     submitter = access.submitter_of(job.place)
     # For a system account, whose worker runs as honed-job, inputs are opened with the account's own permissions.
     opener = who if submitter in {None, 0} else access.person(submitter) or who
-    for place in _inputs(layout, job):
-        yield place, stack.enter_context(viewmount.opened_as(opener, place, until=until))
+    for path in _inputs(layout, job):
+        yield path, stack.enter_context(viewmount.opened_as(opener, path, until=until))
     rows_dir = layout.rows_dir / str(submitter)
     if submitter is not None and rows_dir.is_dir() and not has_code(layout, job_id):
         try:
@@ -115,11 +115,10 @@ def _opened(layout: Layout, job_id: int, who: Person, stack: contextlib.ExitStac
 
 
 def _num_ranks(job: JobFiles) -> int:
-    """Return how many workers the next start of a job is for."""
     try:
         return int(jobunit.read(job).environment.get(RANKS_VARIABLE, 1))
     except (OSError, ValueError):
-        return 1  # the unit will tell what is wrong
+        return 1  # the unit will log what is wrong
 
 
 def _dropin(job_id: int) -> Path:

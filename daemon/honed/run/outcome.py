@@ -61,7 +61,7 @@ def judge(result_path: PersonPath, ended: Exit, *, is_readable: bool = True) -> 
     result = _read(result_path) if is_readable else None
     if not isinstance(result, dict):
         return _of(_died(ended, left=result or "no result"), Outcome(SUCCEEDED))
-    told = Outcome(
+    known = Outcome(
         SUCCEEDED,
         step=step if isinstance(step := result.get("step"), int) and 0 <= step < 2**62 else None,
         metrics=_mapping(result.get("metrics")),
@@ -73,13 +73,13 @@ def judge(result_path: PersonPath, ended: Exit, *, is_readable: bool = True) -> 
     if result.get("outcome") == SUCCEEDED:
         # Doing the work again would be a second success; a library may crash while Python ends.
         # A result of a worker that never began is an earlier start's.
-        if ended.status == 0 or (ended.ran and _has_output(result_path, told.artifacts)):
-            return replace(told, remark="; ".join(filter(None, [told.remark, _late_end(ended)]))[:MAX_REMARK])
-        return _of(_died(ended), told)
+        if ended.status == 0 or (ended.ran and _has_output(result_path, known.artifacts)):
+            return replace(known, remark="; ".join(filter(None, [known.remark, _late_end(ended)]))[:MAX_REMARK])
+        return _of(_died(ended), known)
     reported = result.get("error")
     if not isinstance(reported, dict):
         reported = error.InternalError("the worker failed without an error message").as_dict()
-    return _of(error.from_dict({key: value if key == "fix" else str(value) for key, value in reported.items()}), told)
+    return _of(error.from_dict({key: value if key == "fix" else str(value) for key, value in reported.items()}), known)
 
 
 def _late_end(ended: Exit) -> str:
@@ -106,8 +106,8 @@ def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _of(problem: error.HonedError, told: Outcome) -> Outcome:
-    return replace(told, code=problem.code, error=problem)
+def _of(problem: error.HonedError, outcome: Outcome) -> Outcome:
+    return replace(outcome, code=problem.code, error=problem)
 
 
 def _read(path: PersonPath) -> dict[str, Any] | str | None:

@@ -1,4 +1,4 @@
-"""Workers as processes of the daemon's user, each in its own session, behind the shim.
+"""Workers as processes of the daemon's user, every one in its own session, behind the shim.
 
 A restarted daemon adopts such workers by the shim's lock and reads their exit from exit.json.
 """
@@ -47,7 +47,7 @@ class _Child:
 
 
 class ProcessRunner(Runner):
-    """Workers as processes of the daemon's user, each in its own session."""
+    """Workers as processes of the daemon's user, every one in its own session."""
 
     def __init__(
         self, layout: Layout, *, command: Sequence[str] | None = None, popen: Callable[..., Any] = subprocess.Popen
@@ -87,13 +87,13 @@ class ProcessRunner(Runner):
         return True
 
     def live(self) -> list[Live]:
-        found = []
+        workers = []
         for path in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError, IndexError):  # no process, gone, or no shim
                 if path.stat().st_uid == os.geteuid():  # whoever likes can name a process like a shim
-                    found.append(self._live(path))
+                    workers.append(self._live(path))
         # A shim that has just forked is there twice, until the worker's program begins.
-        return [item for item in dict.fromkeys(found) if item is not None]
+        return [item for item in dict.fromkeys(workers) if item is not None]
 
     def _live(self, process_dir: Path) -> Live | None:
         """Return the worker of a shim's process; None if that is another instance's, or has recorded its end. Raises
@@ -146,11 +146,10 @@ class ProcessRunner(Runner):
         return exit_of(record)
 
     def _worker_pids(self, child: _Child) -> list[int]:
-        """Return the worker's process, or that of each rank."""
         record = read_lock_record(child.layout, child.start)
-        told = record.get("worker_pids")
-        found = map(_process, told if isinstance(told, list) else [record.get("worker_pid")])
-        return [pid for pid in found if pid is not None]
+        pids = record.get("worker_pids")
+        valid = map(_process, pids if isinstance(pids, list) else [record.get("worker_pid")])
+        return [pid for pid in valid if pid is not None]
 
     def _shim_pid(self, child: _Child) -> int | None:
         if child.process is not None:
@@ -194,7 +193,7 @@ def _has_not_begun(child: _Child) -> bool:
 
 
 def _words(path: Path) -> list[str]:
-    """Return the strings of a file in /proc that ends each with a zero byte."""
+    """Return the strings of a file in /proc that ends every one with a zero byte."""
     return path.read_bytes().decode(errors="surrogateescape").split("\0")
 
 
@@ -220,11 +219,11 @@ def inherited() -> dict[str, str]:
 
 def _session(session_id: int) -> set[int]:
     """Return the pids of a session (Linux), from /proc/<pid>/stat: `pid (comm) state ppid pgrp session …`."""
-    found = set()
+    pids = set()
     for path in Path("/proc").iterdir():
         if not path.name.isdecimal():
             continue
         with contextlib.suppress(OSError, IndexError, ValueError):
             if int((path / "stat").read_text().rpartition(")")[2].split()[3]) == session_id:
-                found.add(int(path.name))
-    return found
+                pids.add(int(path.name))
+    return pids

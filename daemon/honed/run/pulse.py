@@ -1,7 +1,7 @@
 """The pulses of running workers: their signs of life, more often than their events (written by worker/pulse.py).
 
-Of several ranks, each has its own. A rank that waits for another gives signs of life all the same, but rank 0 does not:
-if nobody progresses, that is noticed. Which rank is the cause is then told by the files `alive` (worker/parallel.py):
+Every rank has its own. A rank that waits for another gives signs of life all the same, but rank 0 does not:
+if nobody progresses, that is noticed. Which rank is the cause is then shown by the files `alive` (worker/parallel.py):
 one whose process does not run, else one that has called the others less often than they have called it.
 """
 
@@ -41,10 +41,10 @@ class Pulse:
             # A pulse from before this daemon's start says nothing of now, and setting the clock must not move a
             # deadline.
             self._beat_at_ns, self.heard_at = beat_at_ns, now
-            told = json.loads(untrusted.read_plain(self._path, max_bytes=4096))
-            learned_sec = told.get("limit_sec")
+            record = json.loads(untrusted.read_plain(self._path, max_bytes=4096))
+            learned_sec = record.get("limit_sec")
             is_number = isinstance(learned_sec, int | float) and learned_sec > 0
-            self.phase, self.learned_sec = str(told.get("phase", ""))[:32], learned_sec if is_number else None
+            self.phase, self.learned_sec = str(record.get("phase", ""))[:32], learned_sec if is_number else None
         except (OSError, ValueError, AttributeError, RecursionError):
             return  # there is no pulse file yet, or it is being written
 
@@ -92,7 +92,7 @@ class Pulses:
             item.heard_at += seconds
 
     def silences(self, now: float, told_at: float) -> list[Silence]:
-        """Return how long each rank has been silent, that has begun and not ended. `told_at`: when rank 0 reported an
+        """Return how long every rank has been silent, that has begun and not ended. `told_at`: when rank 0 reported an
         event."""
         first = Silence(0, now - max(told_at, self.first.heard_at), self.first.learned_sec)
         others = enumerate(self._each[1:], 1)
@@ -106,8 +106,8 @@ class Pulses:
         silent for too long."""
         if len(self._each) == 1:
             return ""
-        found = self._behind() or sorted(silent)
-        words = f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}" if found[1:] else f"rank {found[0]}"
+        ranks = self._behind() or sorted(silent)
+        words = f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks[1:] else f"rank {ranks[0]}"
         return f"{words} of {len(self._each)}"
 
     def phase_of(self, silent: Collection[int]) -> str:

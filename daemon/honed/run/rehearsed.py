@@ -70,33 +70,33 @@ def directory(cache_dir: Path, uid: int) -> Path:
     return cache_dir / "rehearsed" / str(uid)
 
 
-def read(place: Path, key: str) -> Rehearsed | None:
+def read(directory: Path, key: str) -> Rehearsed | None:
     """Return the kept answer; None if there is none that can be read."""
     try:
-        with (place / f"{key}.json").open("rb") as file:
+        with (directory / f"{key}.json").open("rb") as file:
             return Rehearsed.from_dict(json.loads(file.read(MAX_BYTES)))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def write(place: Path, kept: Kept) -> None:
+def write(directory: Path, kept: Kept) -> None:
     """Keep an answer, as far as that is possible: it is only a saving."""
     content = json.dumps(kept.answer.as_dict()).encode()
     if len(content) > MAX_BYTES:
         return
     with contextlib.suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True)
-        new = place / f".{kept.key}.{os.getpid()}"
+        directory.mkdir(parents=True, exist_ok=True)
+        new = directory / f".{kept.key}.{os.getpid()}"
         new.write_bytes(content)
         # The check reads it as the job's submitter, whom honed's umask leaves out.
-        for path, mode in ((place.parent, 0o755), (place, 0o755), (new, 0o644)):
+        for path, mode in ((directory.parent, 0o755), (directory, 0o755), (new, 0o644)):
             path.chmod(mode)
-        new.replace(place / f"{kept.key}.json")
-        _prune(place)
+        new.replace(directory / f"{kept.key}.json")
+        _prune(directory)
 
 
-def _prune(place: Path) -> None:
-    names = (path for path in place.iterdir() if KEY.fullmatch(path.stem) and path.suffix == ".json")
+def _prune(directory: Path) -> None:
+    names = (path for path in directory.iterdir() if KEY.fullmatch(path.stem) and path.suffix == ".json")
     files = sorted(names, key=lambda name: name.lstat().st_mtime)
     for file in files[:-MAX_KEPT]:
         file.unlink(missing_ok=True)

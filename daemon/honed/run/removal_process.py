@@ -165,22 +165,22 @@ class RemovalProcess:
         is_over = process.poll() is not None
         if not is_over and not self._is_stalled(file):
             return
-        said = {}
+        counts = {}
         file.seek(0)
         for line in file.read().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 data = json.loads(line)
-                said[data["item"]] = Count(data["num_bytes"], data["num_files"], data["problem"], data["is_left"])
+                counts[data["item"]] = Count(data["num_bytes"], data["num_files"], data["problem"], data["is_left"])
         file.close()
         items, self._at_work, self._process = self._at_work, [], None
         why = f"the removal process exited with status {process.returncode}"
         if not is_over:
             process.kill()  # not waited for: what hangs in the kernel does not end
             why = f"no progress for {STALL_SEC:.0f} s: does a file system hang?"
-        missing = [item for item in items if item not in said]
+        missing = [item for item in items if item not in counts]
         for item in items:
-            if item in said or is_over or item == missing[0]:
-                self._settle(item, said.get(item, Count(problem=why)))
+            if item in counts or is_over or item == missing[0]:
+                self._settle(item, counts.get(item, Count(problem=why)))
             else:
                 self.want(item)
 
@@ -198,13 +198,13 @@ class RemovalProcess:
                     sizes.put(job, done.num_bytes)
                 return
         if done.num_bytes and kind in {"job", "checkpoints"}:
-            for told in self.listeners:
-                told(kind, done.num_bytes)
+            for listener in self.listeners:
+                listener(kind, done.num_bytes)
         if kind in {"job", "checkpoints"}:  # honectl asks for these
             earlier = self.done(item)
             self._done[item] = replace(earlier.plus(done), problem=done.problem)
         if done.problem:
-            self._tell_failure(item, done)
+            self._log_failure(item, done)
             if done.is_left:
                 self._backoffs.pop(LEFT, None)
             self._try_later(LEFT if done.is_left else item)
@@ -234,7 +234,7 @@ class RemovalProcess:
             extra=about(int(number)),
         )
 
-    def _tell_failure(self, item: str, done: Count) -> None:
+    def _log_failure(self, item: str, done: Count) -> None:
         """Log that an item failed, the first time."""
         kind, _, number = item.partition(":")
         if item == LEFT or item in self._backoffs:

@@ -187,7 +187,7 @@ def seconds(record: Mapping[str, Any], key: str) -> float | None:
 
 
 def _ended_in_shutdown(record: Mapping[str, Any]) -> bool:
-    """Tell whether a unit ended during a shutdown: systemd said so, or did not answer and the machine rebooted."""
+    """Tell whether a unit ended during a shutdown: systemd reported it, or did not answer and the machine rebooted."""
     state, ended = record.get("system_state"), _ended(record)
     if state != "" or ended is None:
         return bool(state == "stopping")

@@ -19,14 +19,14 @@ writes how many seconds did not pass for the job, so far in this start: the work
 START counts the worker starts of one attempt (a fallback makes a second). If exit.json for this START already exists,
 another process has settled it, and nothing is started; nor on a cluster if the lock file names this START.
 
-With $HONED_NUM_RANKS above 1 it starts that many workers, each with its RANK, LOCAL_RANK, WORLD_SIZE and
+With $HONED_NUM_RANKS above 1 it starts that many workers, with their RANK, LOCAL_RANK, WORLD_SIZE and
 LOCAL_WORLD_SIZE. Signals are forwarded to all. If one dies by a signal or with a status other than 0, the others are
 asked to stop, and killed RANK_END_SEC later. The first death is the one in exit.json, with its rank.
 
     ranks/            what the ranks share; emptied before they start. They meet at `rendezvous` (worker/parallel.py)
     ranks/lost.json   {"rank", "signal"} of a rank that died by a signal: the others leave no result
 
-With $HONED_NUM_NODES above 1, on a cluster, its COMMAND is srun, which starts on each node, with the node's number as
+With $HONED_NUM_NODES above 1, on a cluster, its COMMAND is srun, which starts on every node, with the node's number as
 $HONED_NODE and the address of the first one as $HONED_MEET_AT,
 
     shim.py --node ATTEMPT_DIR COMMAND...
@@ -63,7 +63,7 @@ HANDED_ON = (signal.SIGTERM, signal.SIGABRT)
 LOOK_INTERVAL_SEC = 10.0
 #: Seconds requested from systemd at a time, and how often, while the worker stops.
 EXTENSION_SEC, EXTEND_INTERVAL_SEC = 20.0, 5.0
-#: Size of the lock file, in bytes: more than its record takes, with a pid for each rank.
+#: Size of the lock file, in bytes: more than its record takes, with a pid per rank.
 LOCK_BYTES = 4096
 #: Seconds for which output of a dead worker's children is still read.
 DRAIN_SEC = 2.0
@@ -282,14 +282,14 @@ class Relay:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             lines, self._rest = [*lines, self._rest], b""
-        self._tell(lines)
+        self._forward_stacks(lines)
 
     def flush(self) -> None:
         """Handle a last line without a newline."""
-        self._tell([self._rest])
+        self._forward_stacks([self._rest])
         self._rest = b""
 
-    def _tell(self, lines: list[bytes]) -> None:
+    def _forward_stacks(self, lines: list[bytes]) -> None:
         for line in lines:
             for first in FATAL:
                 if line.endswith(first):  # behind a line that was not ended: a progress bar's
@@ -305,7 +305,7 @@ def is_of_stacks(line: bytes) -> bool:
 
 
 class Nodes:
-    """What the shims of several nodes tell each other, by files in `directory`; `first_rank` is this node's."""
+    """What the shims of several nodes exchange, by files in `directory`; `first_rank` is this node's."""
 
     def __init__(self, directory: str, first_rank: int) -> None:
         self._end_path = f"{directory}/end.json"
@@ -327,7 +327,7 @@ class Nodes:
         """True if a rank has failed, here or elsewhere."""
         return os.path.exists(self._end_path)  # noqa: PTH110
 
-    def tell_failure(self, rank: int, status: int, *, was_out_of_memory: bool) -> None:
+    def report_failure(self, rank: int, status: int, *, was_out_of_memory: bool) -> None:
         """Tell the others of the failure of this node's `rank`, unless one has failed before."""
         end = {"status": status, "signal": None} if status > 0 else {"status": None, "signal": -status}
         write_once(self._end_path, {"rank": self.first_rank + rank, **end, "was_out_of_memory": was_out_of_memory})
@@ -368,7 +368,7 @@ class Watch:
         paused_path: str = "",
         nodes: Nodes | None = None,
     ) -> None:
-        """Create a watch of each rank's worker. `note_stop` records that they were asked to stop: the shim is killed,
+        """Create a watch of the ranks' workers. `note_stop` records that they were asked to stop: the shim is killed,
         too, if that takes too long. `lost_path` is written if one of several dies by a signal. `orders_path`: signals
         are written there, and not forwarded. `paused_path`: the seconds in which the shim could not run are written
         there. `nodes`: what this node and others share; signals are read there, and the
@@ -470,13 +470,13 @@ class Watch:
                 self._send(number)
         ended = {}
         for rank in sorted(self._alive):
-            found = os.waitid(os.P_PID, self._pids[rank], os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            if found is not None:
-                ended[rank] = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            end = os.waitid(os.P_PID, self._pids[rank], os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if end is not None:
+                ended[rank] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         self._alive -= ended.keys()
         failed = {rank: status for rank, status in ended.items() if status}
         if failed and self._kill_at is None:
-            # Of several that are found at once, the cause is a death by a signal, and never a loss of another rank.
+            # Of several that are seen at once, the cause is a death by a signal, and never a loss of another rank.
             self.rank = min(failed, key=lambda rank: (failed[rank] > 0, failed[rank] == LOST_STATUS, rank))
             self._kill_at = time.monotonic() + RANK_END_SEC
             if self._alive or self._nodes:
@@ -496,7 +496,7 @@ class Watch:
         # A rank that only lost another one is never the cause: that one's node tells.
         if self._nodes and status != LOST_STATUS:
             was_out_of_memory = status == -signal.SIGKILL and self._kills.are_recent
-            self._nodes.tell_failure(self.rank, status, was_out_of_memory=was_out_of_memory)
+            self._nodes.report_failure(self.rank, status, was_out_of_memory=was_out_of_memory)
         self._send(signal.SIGTERM)
 
     def _patience_sec(self) -> float:

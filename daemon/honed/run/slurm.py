@@ -3,7 +3,8 @@
     start     start.json with a name of its own, durable ──► sbatch --no-requeue ──► shim on a node ──► worker
     end       the shim writes exit.json, and that counts first; Slurm's word counts where there is none
 
-A job of several nodes is one shim on the first of them, whose command is srun, which starts one on each (shim.py).
+A job of several nodes is one shim on the first of them, whose command is srun, which starts one on every node
+(shim.py).
 
 The name, honed-INSTANCE-JOB-ATTEMPT-START, is unique, and jobs are found by it alone: Slurm may give the number of a
 lost job to another one. Two jobs of one name cannot both start a worker: the shim takes a lock, and starts nothing for
@@ -152,8 +153,8 @@ class SlurmRunner(Runner):
         snapshot = self._desk.snapshot
         if snapshot is None:
             raise OSError(f"Slurm has not answered yet{f': {self._desk.fault}' if self._desk.fault else ''}")
-        found = [self._live(name) for name, jobs in snapshot.jobs.items() if any(not job.is_over for job in jobs)]
-        return [item for item in found if item is not None]
+        workers = [self._live(name) for name, jobs in snapshot.jobs.items() if any(not job.is_over for job in jobs)]
+        return [item for item in workers if item is not None]
 
     def _live(self, name: str) -> Live | None:
         """Return the worker of a Slurm job; None if its end is recorded, or if it is not honed that has submitted it:

@@ -22,7 +22,7 @@ from honed.system.layout import JobFiles
 
 #: The name of a start: honed-INSTANCE-JOB-ATTEMPT-START.
 NAME = re.compile(r"honed-([0-9a-f]{8})-([1-9][0-9]{0,17})-([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
-#: What a list of jobs says of each: number, state, nodes, user, reason of waiting, and last its name, which anybody
+#: What a list of jobs says of a job: number, state, nodes, user, reason of waiting, and last its name, which anybody
 #: chooses.
 _LISTED = re.compile(
     r"([0-9]{1,18})\|([A-Z_]{1,30})\|([^|\s]{0,4000})\|([0-9]{1,10})\|([^|\n]{0,500})\|([^|\n]{1,200})"
@@ -57,10 +57,10 @@ class Listed:
     @classmethod
     def parse(cls, text: str) -> Listed | None:
         """Parse a list's entry; None for one that is not a job of ours."""
-        found = _LISTED.fullmatch(text)
-        if found is None or NAME.fullmatch(found[6]) is None:
+        match = _LISTED.fullmatch(text)
+        if match is None or NAME.fullmatch(match[6]) is None:
             return None
-        slurm_id, state, nodes, uid, reason, name = found.groups()
+        slurm_id, state, nodes, uid, reason, name = match.groups()
         return cls(slurm_id, state, nodes, int(uid), "".join(c if c.isprintable() else " " for c in reason), name)
 
     def __str__(self) -> str:
@@ -114,8 +114,8 @@ def listing(mark: str, *options: str) -> tuple[list[str], dict[str, str]]:
 
 def listed(text: str, mark: str) -> list[Listed]:
     """Parse the output of `listing`."""
-    found = (Listed.parse(part.removesuffix("\n")) for part in text.split(mark)[1:])
-    return [item for item in found if item is not None]
+    jobs = (Listed.parse(part.removesuffix("\n")) for part in text.split(mark)[1:])
+    return [item for item in jobs if item is not None]
 
 
 def new_mark() -> str:

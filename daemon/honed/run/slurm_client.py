@@ -33,7 +33,7 @@ ANSWER_SEC = 10.0
 
 
 class Client:
-    """The connections to the helper, one for each thread."""
+    """The connections to the helper, one per thread."""
 
     def __init__(self, path: Path = SOCKET_PATH) -> None:
         self._path = path
@@ -46,18 +46,18 @@ class Client:
             with contextlib.suppress(BrokenPipeError):  # it has refused us already, and its answer can be read
                 line.write(" ".join(words).encode("ascii") + b"\n")
                 line.flush()
-            if not (told := line.readline(MAX_ANSWER_BYTES)):
+            if not (reply := line.readline(MAX_ANSWER_BYTES)):
                 raise ConnectionResetError("it ended: journalctl -u 'honed-slurm@*'")
-            answer = json.loads(told)
+            answer = json.loads(reply)
             return str(answer["output"]), str(answer["fault"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._close()
             return "", f"honed-slurm.socket: {error}"
 
     def _connected(self) -> io.BufferedRWPair:
-        found: io.BufferedRWPair | None = getattr(self._mine, "line", None)
-        if found is not None:
-            return found
+        opened: io.BufferedRWPair | None = getattr(self._mine, "line", None)
+        if opened is not None:
+            return opened
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(COMMAND_SEC + ANSWER_SEC)
             connection.connect(str(self._path))

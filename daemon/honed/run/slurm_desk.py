@@ -1,8 +1,8 @@
-"""Slurm's commands, each with a deadline, in threads of their own: where the controller does not answer, a command
+"""Slurm's commands, all with a deadline, in threads of their own: where the controller does not answer, a command
 takes seconds to say so, and the daemon's loop waits for none.
 
 One thread lists the instance's jobs at intervals. Another runs what the loop asks for, in order; the shared instance
-has one for each submitter, who could stop a command that runs as them, and so delays their own jobs alone. Its commands
+has one per submitter, who could stop a command that runs as them, and so delays their own jobs alone. Its commands
 are words to its helper (slurm_client.py).
 """
 
@@ -28,7 +28,7 @@ LIST_INTERVAL_SEC, SHARED_INTERVAL_SEC = 1.0, 5.0
 COMMAND_SEC = 30.0
 #: Seconds without a command after which a lane's thread ends.
 IDLE_SEC = 60.0
-#: Lanes at most, each with a connection to the helper: beyond them, some submitters share one.
+#: Lanes at most, all with a connection to the helper: beyond them, some submitters share one.
 MAX_LANES = 64
 #: Runs a command in an environment; returns its output, and its fault, empty if there was none.
 Run = Callable[[Sequence[str], Mapping[str, str]], tuple[str, str]]
@@ -67,12 +67,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of commands: a fault does not tell that they had no effect."""
+    """The end of commands: a fault does not mean that they had no effect."""
 
     commands: list[list[str]] = field(default_factory=list)
     fault: str = ""
     at: float = 0.0
-    said: str = ""  #: by sbatch: the job's number
+    output: str = ""  #: by sbatch: the job's number
 
 
 class Desk:
@@ -128,9 +128,9 @@ class Desk:
                         del self._waiting[lane]
                         return
                 continue
-            told = [self._run(command, environment) for command in commands]
-            faults = [fault for _, fault in told if fault]
-            answer = Answer(commands, "; ".join(faults), self._clock(), "".join(said for said, _ in told))
+            results = [self._run(command, environment) for command in commands]
+            faults = [fault for _, fault in results if fault]
+            answer = Answer(commands, "; ".join(faults), self._clock(), "".join(output for output, _ in results))
             with self._lock:
                 if name in self._answers:  # not forgotten meanwhile
                     self._answers[name] = answer
@@ -153,11 +153,11 @@ class Desk:
             time.sleep(SHARED_INTERVAL_SEC if self._is_shared else LIST_INTERVAL_SEC)
 
     def _by_name(self, jobs: Iterable[Listed | None]) -> dict[str, tuple[Seen, ...]]:
-        found: dict[str, tuple[Seen, ...]] = {}
+        by_name: dict[str, tuple[Seen, ...]] = {}
         for job in jobs:
             if job is not None and job.name.startswith(self._prefix):
-                found[job.name] = (*found.get(job.name, ()), Seen(job.slurm_id, job.state, job.reason, job.nodes))
-        return found
+                by_name[job.name] = (*by_name.get(job.name, ()), Seen(job.slurm_id, job.state, job.reason, job.nodes))
+        return by_name
 
 
 def _environment() -> dict[str, str]:

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import json
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -64,9 +63,11 @@ def findings(layout: Layout, config: Config) -> Iterator[tuple[Status, str, str]
     if problem := why_none(layout):
         yield "error", problem, "see docs/cluster.md"
         return
-    done = _run(["squeue", "--noheader", f"--user={os.geteuid()}"], COMMAND_SEC)
-    if isinstance(done, str):
-        yield "error", f"the controller does not answer: {done}", "scontrol ping; systemctl status slurmctld munge"
+    _, fault = slurm_request.run(
+        ["squeue", "--noheader", f"--user={os.geteuid()}"], os.environ, timeout_sec=COMMAND_SEC
+    )
+    if fault:
+        yield "error", f"the controller does not answer: {fault}", "scontrol ping; systemctl status slurmctld munge"
         return
     if not layout.is_of_system:
         yield "ok", "jobs run on the cluster as this instance's own user", ""
@@ -101,14 +102,15 @@ def _prove(place_dir: Path, slurm: SlurmConfig) -> tuple[Status, str, str]:
         with tempfile.TemporaryDirectory(dir=place_dir, prefix=".doctor-") as made, _held(Path(made)):
             directory = Path(made)
             began = time.time()
-            done = _run(["srun", *own, *python.bare_code(_PROBE, made)], JOB_SEC)
+            command = ["srun", *own, *python.bare_code(_PROBE, made)]
+            output, failure = slurm_request.run(command, os.environ, timeout_sec=JOB_SEC)
             took_sec = time.time() - began
-            if isinstance(done, str):
-                if "immediate" in done.lower() or "did not end" in done:
+            if failure:
+                if "immediate" in failure.lower() or "did not end" in failure:
                     return "warning", f"no node was free for a tiny job within {START_SEC} s: not proved", "try later"
                 hint = "honed, its directory and Python must have the same paths on every node"
-                return "error", f"a tiny job fails on a node: {done}", hint
-            answers = [json.loads(line) for line in done.stdout.splitlines()]
+                return "error", f"a tiny job fails on a node: {failure}", hint
+            answers = [json.loads(line) for line in output.splitlines()]
             nodes = ", ".join(sorted(str(item["node"]) for item in answers))
             if fault := _fault(directory, answers):
                 return "error", f"{fault[0]} ({nodes})", fault[1]
@@ -123,8 +125,8 @@ def _prove(place_dir: Path, slurm: SlurmConfig) -> tuple[Status, str, str]:
 
 def _num_idle(slurm: SlurmConfig) -> int:
     partition = [f"--partition={slurm.partition}"] if slurm.partition else []
-    done = _run(["sinfo", "--noheader", "--states=idle", "--Node", "--format=%N", *partition], COMMAND_SEC)
-    names = set() if isinstance(done, str) else set(done.stdout.split())
+    command = ["sinfo", "--noheader", "--states=idle", "--Node", "--format=%N", *partition]
+    names = set(slurm_request.run(command, os.environ, timeout_sec=COMMAND_SEC)[0].split())
     return max(1, min(MAX_NODES, len(names)))
 
 
@@ -164,20 +166,6 @@ def _gpu_fault(slurm: SlurmConfig, answers: list[dict[str, Any]]) -> tuple[Statu
 
 @contextlib.contextmanager
 def _held(directory: Path) -> Iterator[None]:
-    """Hold a lock for a while."""
     with (directory / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _run(command: list[str], timeout_sec: float) -> subprocess.CompletedProcess[str] | str:
-    """Run a command. Returns its fault if it has one."""
-    try:
-        done = subprocess.run(
-            command, timeout=timeout_sec, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        return f"{command[0]} did not end within {timeout_sec:g} s"
-    except OSError as error:
-        return f"{command[0]}: {error.strerror}"
-    return done if done.returncode == 0 else " ".join(done.stderr.split())[-300:] or f"status {done.returncode}"

@@ -1,6 +1,6 @@
 """The helper of the shared instance on a Slurm cluster, `honed-slurm`: runs Slurm's commands as a job's submitter.
 
-honed-slurm.socket starts it, as root, for each connection of the daemon's. The kernel says who has connected, and
+honed-slurm.socket starts it, as root, for every connection of the daemon's. The kernel says who has connected, and
 nobody but honed's user is heard. A request has a verb, the number of a start, and perhaps the name of a profile
 (slurm_client.py). All else comes from files:
 
@@ -108,17 +108,17 @@ class Helper:
         # As root: a cluster may hide the jobs of other users from everybody else (PrivateData=).
         mark = slurm_batch.new_mark()
         command, variables = slurm_batch.listing(mark)
-        told, fault = run_here(command, {**_environment(), **variables})
+        output, fault = run_here(command, {**_environment(), **variables})
         owners: dict[int, int | None] = {}
-        found = []
-        for item in slurm_batch.listed(told, mark):
+        own = []
+        for item in slurm_batch.listed(output, mark):
             job_id = int(item.name.split("-")[2])
             if job_id not in owners:
                 with self._as_daemon():
                     owners[job_id] = access.job_user(self._layout.files(job_id).place)
             if item.uid == owners[job_id]:
-                found.append(str(item))
-        return "\n".join(found), fault
+                own.append(str(item))
+        return "\n".join(own), fault
 
     def _options(self, profile: str) -> SlurmConfig:
         """Return the administrator's options, which have this profile. Raises RefusedError unless they are root's
@@ -129,12 +129,12 @@ class Helper:
             if who := access.replacer(path) or _other_owner(path):
                 raise RefusedError(f"{path}: {who} can change it, and not only root")
         try:
-            found = configs.load(layout).slurm
+            options = configs.load(layout).slurm
         except HonedError as error:
             raise RefusedError(f"the configuration: {error.message}") from error
-        if profile and profile not in found.profiles:
+        if profile and profile not in options.profiles:
             raise RefusedError("no profile of honed.toml")
-        return found
+        return options
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
@@ -151,9 +151,9 @@ class Helper:
         return _Start(job, handed, who)
 
     def _numbers(self, tag: str) -> tuple[int, int, int]:
-        if (found := _START.fullmatch(tag)) is None:
+        if (match := _START.fullmatch(tag)) is None:
             raise RefusedError("not the number of a start")
-        job_id, number, start = map(int, found.groups())
+        job_id, number, start = map(int, match.groups())
         return job_id, number, start
 
     def _instance(self) -> str:
@@ -212,9 +212,9 @@ class Helper:
 
 def _run(command: Sequence[str], who: Person, *, stdin: str = "", timeout_sec: float = COMMAND_SEC) -> tuple[str, str]:
     """Run a command as a user, with all their groups and no environment of ours."""
-    found = pwd.getpwuid(who.uid)
-    own: dict[str, Any] = {"user": who.uid, "group": found.pw_gid, "extra_groups": sorted(who.gids)}
-    variables = {"HOME": found.pw_dir, "USER": found.pw_name, "LOGNAME": found.pw_name, "SHELL": found.pw_shell}
+    user = pwd.getpwuid(who.uid)
+    own: dict[str, Any] = {"user": who.uid, "group": user.pw_gid, "extra_groups": sorted(who.gids)}
+    variables = {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell}
     environment = {**_environment(), **variables}
     return run(command, environment, timeout_sec=timeout_sec, stdin=stdin, umask=0o007, cwd="/", **own)
 
@@ -245,7 +245,7 @@ def serve(connection: socket.socket, layout: Layout, *, worker: Sequence[str]) -
     daemon = access.person(access.DAEMON_USER)
     with connection, connection.makefile("rwb") as line:
         if daemon is None or uid != daemon.uid:
-            _tell(line, "", _refused(f"user {uid} is not honed's"))
+            _answer(line, "", _refused(f"user {uid} is not honed's"))
             return 77  # EX_NOPERM
         helper = Helper(layout, daemon, worker=worker)
         while (request := line.readline(MAX_REQUEST_BYTES)).endswith(b"\n"):
@@ -253,9 +253,9 @@ def serve(connection: socket.socket, layout: Layout, *, worker: Sequence[str]) -
                 output, fault = helper.answer(request[:-1].decode("ascii"))
             except (RefusedError, UnicodeDecodeError) as error:
                 output, fault = "", _refused(str(error))
-            _tell(line, output, fault)
+            _answer(line, output, fault)
         if request:
-            _tell(line, "", _refused("not a request"))
+            _answer(line, "", _refused("not a request"))
     return 0
 
 
@@ -264,7 +264,7 @@ def _refused(why: str) -> str:
     return f"refused: {why}"
 
 
-def _tell(line: Any, output: str, fault: str) -> None:
+def _answer(line: Any, output: str, fault: str) -> None:
     line.write(json.dumps({"output": output, "fault": fault}).encode() + b"\n")
     line.flush()
 

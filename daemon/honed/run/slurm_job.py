@@ -38,7 +38,7 @@ GONE_SEC = 10.0
 AGAIN_SEC, MAX_AGAIN_SEC = 10.0, 300.0
 #: Seconds before a command that ends a job is sent once more, if it was not carried out.
 ASK_SEC = 2.0
-#: Seconds after which a job that Slurm calls over, or that was told to end, ends whoever holds its lock.
+#: Seconds after which a job that Slurm calls over, or that was asked to end, ends whoever holds its lock.
 LOCK_SEC = 300.0
 #: Refusals in a row that end a start: a controller that has just begun may not know its nodes.
 NUM_REFUSALS = 2
@@ -167,7 +167,7 @@ class SlurmJob:
         if answer.commands and answer.commands[0] != self._submission.argv and answer.fault and not wish.commands:
             if self._clock() >= wish.again_at:
                 wish.commands = answer.commands  # not heard, perhaps: once more
-        elif not self.handed.slurm_id and (number := answer.said.partition(";")[0].strip()).isdecimal():
+        elif not self.handed.slurm_id and (number := answer.output.partition(";")[0].strip()).isdecimal():
             self._note(Seen(number, "", "", ""))
         self._send()
         snapshot = self._desk.snapshot
@@ -231,7 +231,7 @@ class SlurmJob:
         return None
 
     def _is_explained(self) -> bool:
-        """Tell whether Slurm has said why it has stopped a worker whose end is recorded, or says nothing for too
+        """Tell whether Slurm has reported why it has stopped a worker whose end is recorded, or says nothing for too
         long."""
         now, snapshot = self._clock(), self._desk.snapshot
         self._recorded_at = now if self._recorded_at is None else self._recorded_at
@@ -274,24 +274,24 @@ class SlurmJob:
             self._note(seen[0])
         self._write(replace(self.handed, is_over=True))
         by_slurm = any(item.state in STOPPED_BY_SLURM or item.reason == NODE_DOWN for item in seen)
-        found = exit_of(record)
-        is_going_down = (by_slurm or _was_put_back(seen)) and not self._wish.is_there and found.was_asked
+        ended = exit_of(record)
+        is_going_down = (by_slurm or _was_put_back(seen)) and not self._wish.is_there and ended.was_asked
         if is_going_down and _was_put_back(seen):
             self.end("withdraw")  # a start that has begun never begins again
-        return replace(found, began=began, is_machine_going_down=is_going_down, problem=_problem(found, record))
+        return replace(ended, began=began, is_machine_going_down=is_going_down, problem=_problem(ended, record))
 
     def _note(self, seen: Seen) -> None:
         """Keep what Slurm says of it, for `honectl show`."""
-        told = replace(
+        noted = replace(
             self.handed,
             slurm_id=seen.slurm_id or self.handed.slurm_id,
             state=seen.state or self.handed.state,
             reason="" if seen.reason == "None" else seen.reason,
             nodes=seen.nodes or self.handed.nodes,
         )
-        if told != self.handed:
-            self._write(told)
-            self.handed = told
+        if noted != self.handed:
+            self._write(noted)
+            self.handed = noted
 
     def _write(self, handed: Handed) -> None:
         """Write start.json, if its submitter has not put something else there."""

@@ -46,16 +46,16 @@ class Request:
 
     def options(self, config: SlurmConfig) -> list[str]:
         """Return the options of sbatch. Raises KeyError for a profile that is not configured."""
-        found = [f"--nodes={self.num_nodes}", "--ntasks-per-node=1"]
+        options = [f"--nodes={self.num_nodes}", "--ntasks-per-node=1"]
         if self.num_gpus:
-            found.append(f"--gpus-per-node={self.num_gpus}")
+            options.append(f"--gpus-per-node={self.num_gpus}")
         if self.time_left_sec is not None:
-            found.append(f"--time={math.ceil((self.time_left_sec + SLACK_SEC) / 60)}")
-        return [*found, *config.profile(self.profile).as_options()]
+            options.append(f"--time={math.ceil((self.time_left_sec + SLACK_SEC) / 60)}")
+        return [*options, *config.profile(self.profile).as_options()]
 
 
 def srun(num_nodes: int) -> list[str]:
-    """Return the command that starts one task on each node of a job. The first that fails ends all."""
+    """Return the command that starts one task on every node of a job. The first that fails ends all."""
     step = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--export=ALL"]
     return [*step, "--kill-on-bad-exit=1", "--wait=0", "--input=none"]
 

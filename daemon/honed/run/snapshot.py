@@ -55,8 +55,8 @@ class Missing:
 
     def as_dict(self) -> dict[str, object]:
         """Return its facts for machine-readable output: a model's id and revision, and a data set's other fields."""
-        said = {key: value for key, value in asdict(self).items() if value is not None}
-        return said if self.repo_type != MODEL else {"repo_id": self.repo_id, "revision": self.revision}
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        return values if self.repo_type != MODEL else {"repo_id": self.repo_id, "revision": self.revision}
 
 
 class FetchProgress(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""Workers as units: one honed-job@ID.service each, started over D-Bus, with its own cgroup, limits, watchdog and
+"""Workers as units: one honed-job@ID.service per job, started over D-Bus, with its own cgroup, limits, watchdog and
 journal. They keep running while honed restarts, and systemd ends those that hang or do not stop in time.
 
     start     start.json, durable ──► StartUnit ──► honed-job-start becomes the shim ──► worker
@@ -124,8 +124,8 @@ class SystemdRunner(Runner):
         except BusError as error:
             raise OSError(f"systemd does not list {UNITS}: {error}") from error
         names = [unit.partition("@")[2].partition(".")[0] for unit in units if unit != PROBE_UNIT]
-        found = [self._live(int(name)) for name in names if name.isdecimal()]
-        return [*(item for item in found if item is not None), *self._processes.live()]
+        workers = [self._live(int(name)) for name in names if name.isdecimal()]
+        return [*(item for item in workers if item is not None), *self._processes.live()]
 
     def _live(self, job_id: int) -> Live | None:
         """Return the worker of a job's unit; None if it has recorded its end and its unit is ending, too."""

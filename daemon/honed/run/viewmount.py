@@ -1,7 +1,7 @@
 """The directories that a view shows: opened with the submitter's rights, and mounted.
 
-They are people's, and a person can mount a file system over them that never answers. So a child opens each: where it
-hangs, it is left behind, and only this job fails. What is mounted or unmounted is not asked for anything.
+They are people's, and a person can mount a file system over them that never answers. So a child opens every one: where
+it hangs, it is left behind, and only this job fails. What is mounted or unmounted is not asked for anything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def opened_as(who: Person, path: Path, *, until: float) -> Iterator[int]:
         theirs.close()
         ours.settimeout(max(0.001, until - time.monotonic()))
         try:
-            said, fds, _flags, _address = socket.recv_fds(ours, 16, 1)
+            data, fds, _flags, _address = socket.recv_fds(ours, 16, 1)
         except TimeoutError:
             raise ViewError(f"{path}: a file system there does not answer") from None
         finally:
@@ -50,7 +50,7 @@ def opened_as(who: Person, path: Path, *, until: float) -> Iterator[int]:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, os.WNOHANG)
     if not fds:
-        why = os.strerror(int(said)) if said else "not opened"
+        why = os.strerror(int(data)) if data else "not opened"
         raise ViewError(f"{path}: {why}, for the user {who.name}")
     try:
         os.set_inheritable(fds[0], False)
@@ -85,8 +85,8 @@ def mount(fd: int, target: Path) -> None:
 
 def unmount_below(directory: Path) -> None:
     """Unmount all that is mounted below a directory, also in several layers."""
-    while found := tree.mounts_below(directory):
-        for target in reversed(found):
+    while mounts := tree.mounts_below(directory):
+        for target in reversed(mounts):
             if _libc.umount2(os.fsencode(target), _MNT_DETACH | _NOFOLLOW):
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number), str(target))

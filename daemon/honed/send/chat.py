@@ -5,7 +5,7 @@ on its standard input, since the address is the chat's key. Of Apprise only the 
 are enabled, and neither attachments nor configuration files: no address reads a file or loads another address. What
 Apprise logs may repeat the address or the chat's words, so it is read for its cause here and not passed on.
 
-Apprise answers yes or no. A no is always retried: it does not tell a wrong address from a chat that is down.
+Apprise answers yes or no. A no is always retried: it does not distinguish a wrong address from a chat that is down.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ def deliver(notice: Notice, address: str, config: NotifyConfig) -> tuple[Verdict
         raise EnvironmentInvalidError(
             "Apprise is not installed in honed-send's environment: pip install 'apprise>=2.2,<3'"
         )
-    told = notice.payload
+    payload = notice.payload
     order = {
         "address": address,
         "schemas": config.chat_schemas,
         "timeout_sec": config.timeout_sec,
-        "text": str(told["text"]).encode(errors="replace").decode(),
-        "kind": "warning" if told.get("remark") else _KINDS.get(str(told.get("state", told.get("event"))), "warning"),
+        "text": str(payload["text"]).encode(errors="replace").decode(),
+        "kind": "warning"
+        if payload.get("remark")
+        else _KINDS.get(str(payload.get("state", payload.get("event"))), "warning"),
     }
     known = ssl.get_default_verify_paths()  # as for webhooks: Apprise has authorities of its own
     try:
@@ -145,8 +147,8 @@ def _heed_pages(session_class: Any) -> None:
 
 def _cause(heard: str) -> str:
     """Return why Apprise's log says no, in words of our own."""
-    found = ((words, pattern.search(heard)) for pattern, words in _CAUSES)
-    return next((words.format(*match.groups()) for words, match in found if match is not None), "rejected")
+    causes = ((words, pattern.search(heard)) for pattern, words in _CAUSES)
+    return next((words.format(*match.groups()) for words, match in causes if match is not None), "rejected")
 
 
 if __name__ == "__main__":

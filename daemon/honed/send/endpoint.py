@@ -50,7 +50,7 @@ class Answer:
 
 
 class Endpoint:
-    """Takes rows, one request at a time. `config` and the token are read for each request, so that a change takes
+    """Takes rows, one request at a time. `config` and the token are read for every request, so that a change takes
     effect; `ping` is called before each."""
 
     def __init__(self, config: Callable[[], ReportingConfig], *, ping: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class Endpoint:
         self._client.hang_up()
 
 
-def tell(reporting: ReportingConfig) -> None:
+def log_settings(reporting: ReportingConfig) -> None:
     """Log where rows are sent, and warnings about a configuration that works but is unwise."""
     address = reporting.address()
     if address is None:
@@ -139,7 +139,7 @@ def _body(rows: Sequence[Row]) -> bytes:
         of_kind.setdefault(str(row.data["kind"]), []).append(
             {key: value for key, value in row.data.items() if key != "kind"}
         )
-    named = {f"{kind}s": found for kind, found in of_kind.items()}
+    named = {f"{kind}s": of_it for kind, of_it in of_kind.items()}
     return json.dumps(named, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 

@@ -59,13 +59,13 @@ class Lifetime:
         return self._ends_at is not None
 
     def must_end(self) -> bool:
-        """Return True if we were told to stop, or the time for the last deliveries is over."""
+        """Return True if we were asked to stop, or the time for the last deliveries is over."""
         self._look(0)
         is_over = self._ends_at is not None and self._clock() >= self._ends_at
         return is_over or bool(self._signals & {signal.SIGTERM, signal.SIGINT})
 
     def left_sec(self) -> float:
-        """Return the seconds left for the last deliveries; 0 if we were told to stop."""
+        """Return the seconds left for the last deliveries; 0 if we were asked to stop."""
         return max(0.0, self._ends_at - self._clock()) if self._ends_at is not None and not self._signals else 0.0
 
     def wait(self, seconds: float, *, at_the_end_sec: float = 0.0) -> None:

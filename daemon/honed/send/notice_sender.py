@@ -78,7 +78,7 @@ class Messenger:
         self._config = NotifyConfig()
         self._is_loaded = False
         self._lines: dict[str, _Line] = {}
-        self._receivers: dict[str, str] = {}  #: of each queued notice, by its file name
+        self._receivers: dict[str, str] = {}  #: of every queued notice, by its file name
         self._answered: dict[str, tuple[Verdict, str]] = {}  #: notices whose files are still to be moved, by these
         self._failures = Failures(log)  #: of reading single notices
         self._stop = threading.Event()
@@ -125,7 +125,7 @@ class Messenger:
             self._stop.wait(POLL_SEC)
 
     def _look(self) -> None:
-        """Start a thread for each receiver that has queued notices and may be retried."""
+        """Start a thread for every receiver that has queued notices and may be retried."""
         with self._calendar_lock:
             self._calendar.look()
         by_receiver: dict[str, list[Path]] = {}
@@ -344,9 +344,9 @@ def _judge_mail(code: int, said: bytes | str) -> tuple[Verdict, str]:
 
 def compose(notice: Notice, address: str, sender: str) -> EmailMessage:
     """Build the mail. Header values pass through `plain`, so that a job's name cannot inject a header."""
-    told = notice.payload
+    payload = notice.payload
     message = EmailMessage(policy=MAIL_POLICY)
-    first, *rest = str(told["text"]).splitlines() or [""]
+    first, *rest = str(payload["text"]).splitlines() or [""]
     message["Subject"] = notification.plain(first)[:200]
     message["From"] = Address(display_name="honed", addr_spec=sender)
     message["To"] = Address(addr_spec=address)
@@ -354,16 +354,16 @@ def compose(notice: Notice, address: str, sender: str) -> EmailMessage:
     message["Message-ID"] = f"<{notice.key}@honed.{sender.rpartition('@')[2]}>"
     message["Auto-Submitted"] = "auto-generated"
     facts = {
-        "outcome": told.get("outcome"),
-        "attempts": told.get("num_attempts"),
-        "dropped": told.get("submitted_at"),
-        "started": told.get("started_at"),
-        "ended": told.get("ended_at"),
-        "output": told.get("output_dir"),
-        "report": told.get("report"),
+        "outcome": payload.get("outcome"),
+        "attempts": payload.get("num_attempts"),
+        "dropped": payload.get("submitted_at"),
+        "started": payload.get("started_at"),
+        "ended": payload.get("ended_at"),
+        "output": payload.get("output_dir"),
+        "report": payload.get("report"),
     }
     lines = [first, *rest, "", *(f"{name}: {notification.plain(str(value))}" for name, value in facts.items() if value)]
-    metrics = told.get("metrics") or {}
+    metrics = payload.get("metrics") or {}
     lines += (
         [
             "",

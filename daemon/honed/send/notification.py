@@ -1,6 +1,6 @@
 """Notifications of a job's end: their text, and the queue of notices for honed-send.
 
-    a job ends ── spool/ended/<id>: mark its end as pending ── its entry moves ── write a notice for each receiver
+    a job ends ── spool/ended/<id>: mark its end as pending ── its entry moves ── write a notice for every receiver
 
     var/lib/honed/outbox/notices/
         <key>.json      one notice for one receiver; the daemon writes it, honed-send removes it after delivery
@@ -110,13 +110,13 @@ def refused_dir(layout: Layout) -> Path:
 
 def waiting(layout: Layout) -> list[Path]:
     """Return the files of the queued notices, oldest first."""
-    found = []
+    jobs = []
     for path in notices_dir(layout).glob("*.json"):
         try:
-            found.append((path.stat().st_mtime_ns, path))
+            jobs.append((path.stat().st_mtime_ns, path))
         except FileNotFoundError:
             continue
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(jobs)]
 
 
 def is_wanted(config: NotifyConfig) -> bool:
@@ -190,11 +190,11 @@ class Notices:
                 *((to, False) for to in _of_job(job)),
             ]
             if receivers:
-                told = payload(job, query.show(self._spool, self._layout, str(job.id)))
-                told["report"] = str(self._layout.files(job.id).report_path)  # it is written a moment later
+                notice = payload(job, query.show(self._spool, self._layout, str(job.id)))
+                notice["report"] = str(self._layout.files(job.id).report_path)  # it is written a moment later
                 for to, is_own in receivers:
                     key = _key(job.id, job.submitted_at, revision, to)
-                    self._put(Notice(key, to, is_own, {**told, "idempotency_key": key}, self._now()))
+                    self._put(Notice(key, to, is_own, {**notice, "idempotency_key": key}, self._now()))
         mark.unlink(missing_ok=True)
         durable.sync_dir(mark.parent)
 

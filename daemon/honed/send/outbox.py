@@ -203,8 +203,8 @@ def refused_dir(path: Path) -> Path:
 
 def segments(path: Path) -> dict[int, Path]:
     """Return the files of rows by number, in order."""
-    found = {int(item.stem): item for item in path.glob("*.jsonl") if item.stem.isdecimal()}
-    return dict(sorted(found.items()))
+    files = {int(item.stem): item for item in path.glob("*.jsonl") if item.stem.isdecimal()}
+    return dict(sorted(files.items()))
 
 
 def num_waiting_bytes(path: Path) -> int:
@@ -249,19 +249,19 @@ def read(path: Path, position: Position, *, max_rows: int, max_bytes: int) -> tu
     Returns the rows, the position after them and all lines skipped with them, and the number of invalid lines: a power
     cut leaves partial lines, or NULs.
     """
-    found: list[Row] = []
+    rows: list[Row] = []
     num_bytes = num_bad = 0
     for line, end in _lines(path, position):
         row = _parse(line, end)
-        if row is not None and found and (len(found) >= max_rows or num_bytes + row.num_bytes > max_bytes):
+        if row is not None and rows and (len(rows) >= max_rows or num_bytes + row.num_bytes > max_bytes):
             break
         position = end
         if row is None:
             num_bad += bool(line.strip(b"\0\n\t "))
             continue
-        found.append(row)
+        rows.append(row)
         num_bytes += row.num_bytes
-    return found, position, num_bad
+    return rows, position, num_bad
 
 
 def _lines(path: Path, position: Position) -> Iterator[tuple[bytes, Position]]:

@@ -83,7 +83,7 @@ class RowSender:
         self._must_send_refused = True
 
     def deliver_all(self) -> None:
-        """Deliver rows until told to end; a fault of the machine is waited for."""
+        """Deliver rows until asked to end; a fault of the machine is waited for."""
         self._position = outbox.read_cursor(self._path)
         backoff, fault = Backoff(POLL_SEC, MAX_FAULT_SEC), None
         while not self._lifetime.must_end():
@@ -98,7 +98,7 @@ class RowSender:
             except OSError as error:
                 if (fault := durable.machine_fault(error)) is None:
                     raise
-                self._trouble.tell(Answer(Verdict.LATER, 0, fault))
+                self._trouble.report(Answer(Verdict.LATER, 0, fault))
                 self._lifetime.wait(backoff.next_sec(), at_the_end_sec=POLL_SEC)
 
     def _deliver_next(self) -> bool:
@@ -137,7 +137,7 @@ class RowSender:
         self._is_unwritten = False
 
     def _deliver(self, rows: Sequence[Row]) -> bool:
-        """Deliver rows or set them aside, in order, advancing the cursor. Returns False if told to stop early."""
+        """Deliver rows or set them aside, in order, advancing the cursor. Returns False if asked to stop early."""
         pieces = [list(rows)]
         while pieces:
             piece = pieces.pop(0)
@@ -170,7 +170,7 @@ class RowSender:
                 return answer
             if self._lifetime.must_end():
                 return answer
-            self._trouble.tell(answer)
+            self._trouble.report(answer)
             self._lifetime.wait(max(answer.retry_after_sec, backoff.next_sec()), at_the_end_sec=POLL_SEC)
             if self._lifetime.must_end():
                 return answer
@@ -196,7 +196,7 @@ class _Trouble:
         self._told_at: float | None = None
         self._is_noted: bool | None = None  # None: an earlier process may have noted one
 
-    def tell(self, answer: Answer) -> None:
+    def report(self, answer: Answer) -> None:
         """Tell of a failed try."""
         now = self._clock()
         if self._since is None:
@@ -217,7 +217,7 @@ class _Trouble:
         self._note(None)
 
     def _note(self, trouble: str | None) -> None:
-        """Store the problem where `honectl doctor` finds it; only when it starts or ends, not at each try."""
+        """Store the problem where `honectl doctor` finds it; only when it starts or ends, not at every try."""
         if self._is_noted is not (trouble is not None):
             with contextlib.suppress(OSError):  # e.g. a full disk: at the next try
                 outbox.write_trouble(self._path, trouble)

@@ -65,7 +65,7 @@ class Sender:
         self._syncer = Syncer(self._path, reporting=lambda: self._reporting)
 
     def run(self) -> int:
-        """Deliver until told to stop. Returns the exit status."""
+        """Deliver until asked to stop. Returns the exit status."""
         self._lifetime.catch_signals(self._endpoint.hang_up)
         self._load()
         outbox.make_dirs(self._path)
@@ -97,7 +97,7 @@ class Sender:
         configured = config.load(self._layout)
         self._reporting = configured.reporting
         self._messenger.reload(configured.notify)
-        endpoint.tell(self._reporting)
+        endpoint.log_settings(self._reporting)
 
     def _obey_reload(self) -> bool:
         if not self._lifetime.take_reload():

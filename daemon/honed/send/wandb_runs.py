@@ -148,14 +148,14 @@ class Collector:
         for run in _runs_of(self._layout.files(job.id)):
             yield
             name = f"{job.id}.{run.name}"
-            found = _RUN.fullmatch(run.name)
-            if found is None or is_synced(self._layout.outbox_dir, name):
+            match = _RUN.fullmatch(run.name)
+            if match is None or is_synced(self._layout.outbox_dir, name):
                 continue
             target = runs_dir(self._layout.outbox_dir) / name
             if target.exists():
                 continue
             try:
-                data = untrusted.read_plain(run / f"run-{found[1]}.wandb", max_bytes=MAX_BYTES)
+                data = untrusted.read_plain(run / f"run-{match[1]}.wandb", max_bytes=MAX_BYTES)
                 yield from checking(data)
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else error
@@ -174,7 +174,7 @@ class Collector:
             made = target.with_name(f".{target.name}.tmp")
             tree.remove(made)
             durable.make_dir(made, mode=0o750)
-            durable.write(made / f"run-{found[1]}.wandb", data, mode=0o640)
+            durable.write(made / f"run-{match[1]}.wandb", data, mode=0o640)
             made.rename(target)
             durable.sync_dir(target.parent)
             log.info("job %d (%s): its wandb run waits for honed-send", job.id, job.name, extra=about(job))

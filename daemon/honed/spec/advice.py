@@ -95,8 +95,8 @@ def _words(key: str, value: Any, asked: Asked) -> str:
     text = rewritten(value)
     shortly = len(quote.show(text)) <= MAX_WRITTEN and (not isinstance(value, dict) or value)
     name, _, rest = _place(key, asked).partition(" ")
-    told = f"write {name}: {text}{f' {rest}' if rest else ''}"
-    return told if shortly else f"write {_place(key, asked)}"
+    text_of_it = f"write {name}: {text}{f' {rest}' if rest else ''}"
+    return text_of_it if shortly else f"write {_place(key, asked)}"
 
 
 def take(key: str, convert: Callable[[Any], Any] = lambda value: value, *, note: str = "") -> Synonym:
@@ -134,18 +134,18 @@ def switch(
     def advise(asked: Asked) -> Advice:
         if is_off(asked.value):
             if off and asked.value is not None:
-                return Advice(_told(off, asked), off)
+                return Advice(_instruction(off, asked), off)
             return Advice(f"remove it{f': {off_note}' if off_note else ''}", {})
         if is_on(asked.value):
             if not on:
                 return Advice(f"remove it: {note}", {})
-            return Advice(_told(on, asked) + (f": {note}" if note else ""), on)
-        return Advice(f"true is {_told(on, asked).removeprefix('write ')}" if on else f"remove it: {note}")
+            return Advice(_instruction(on, asked) + (f": {note}" if note else ""), on)
+        return Advice(f"true is {_instruction(on, asked).removeprefix('write ')}" if on else f"remove it: {note}")
 
     return Synonym(key or next(iter(on or off or {}), ""), advise)
 
 
-def _told(fix: Mapping[str, Any], asked: Asked) -> str:
+def _instruction(fix: Mapping[str, Any], asked: Asked) -> str:
     words = [_words(key, value, asked).removeprefix("write ") for key, value in fix.items() if value is not None]
     return f"write {' and '.join(words)}" if words else "remove it"
 
@@ -167,7 +167,7 @@ def never(what: str, remedy: str = "", *, unless: Callable[[Any], bool] = lambda
     return Synonym("", advise)
 
 
-def told(key: str, hint: str) -> Synonym:
+def hinted(key: str, hint: str) -> Synonym:
     """Advise with a hint only: the right value depends on more than this value."""
     return Synonym(key, lambda asked: Advice("remove it", {}) if asked.value is None else Advice(hint))
 

@@ -122,15 +122,15 @@ _SLURM_KEYS = ("partition", "account", "qos", "constraint")
 
 
 def _slurm_option(value: str) -> str:
-    found = re.fullmatch(r"--([a-z][a-z-]*)(=.*)?", value)
-    if found is None or not value.isprintable():
+    match = re.fullmatch(r"--([a-z][a-z-]*)(=.*)?", value)
+    if match is None or not value.isprintable():
         raise ValueError("write an option of sbatch as --name or --name=value")
-    if found[1] in _SLURM_OWN:
-        raise ValueError(f"--{found[1]} is honed's own")
-    if own := min((item for item in _SLURM_OWN if item.startswith(found[1])), default=None):
-        raise ValueError(f"--{found[1]}: sbatch may take it for --{own}, which is honed's own")
-    if other := next((key for key in _SLURM_KEYS if key.startswith(found[1])), None):
-        raise ValueError(f"--{found[1]} has a key of its own: {other}")
+    if match[1] in _SLURM_OWN:
+        raise ValueError(f"--{match[1]} is honed's own")
+    if own := min((item for item in _SLURM_OWN if item.startswith(match[1])), default=None):
+        raise ValueError(f"--{match[1]}: sbatch may take it for --{own}, which is honed's own")
+    if other := next((key for key in _SLURM_KEYS if key.startswith(match[1])), None):
+        raise ValueError(f"--{match[1]} has a key of its own: {other}")
     return value
 
 
@@ -233,8 +233,8 @@ class DeviceConfig(_Section):
 
     def hours_for(self, *names: str) -> Hours:
         """Return the hours of a device that has these names, the most specific first."""
-        found = next((self.hours_of[name] for name in names if name in self.hours_of), self.hours)
-        return hours.parse(found) if found is not None else Hours()
+        of_device = next((self.hours_of[name] for name in names if name in self.hours_of), self.hours)
+        return hours.parse(of_device) if of_device is not None else Hours()
 
 
 class PolicyConfig(_Section):
@@ -619,10 +619,10 @@ def _read(path: Path, outdated: list[str]) -> dict[str, Any]:
     try:
         Config.model_validate(data)
     except ValidationError as error:
-        found = setting.problems(error, Config, setting.lines_of(text))
-        told = [f"{path}: {problem}" for problem in found[:MAX_PROBLEMS]]
+        problems = setting.problems(error, Config, setting.lines_of(text))
+        lines = [f"{path}: {problem}" for problem in problems[:MAX_PROBLEMS]]
         # The administrator's own file: its content is no secret in the administrator's log.
-        raise SpecError(quote.show("; ".join(told)), hint=manual.all_keys("honed.toml.5")) from error
+        raise SpecError(quote.show("; ".join(lines)), hint=manual.all_keys("honed.toml.5")) from error
     return data
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 
 def of_class(kind: type) -> dict[str, str]:
-    """Return the docstring of each key that a class itself declares."""
+    """Return the docstring of every key that a class itself declares."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     docs = {}
@@ -26,7 +26,7 @@ def of_class(kind: type) -> dict[str, str]:
 
 @functools.cache
 def docstrings(model: type[BaseModel]) -> Mapping[str, str]:
-    """Return the docstring of each field of a model, by name.
+    """Return the docstring of every field of a model, by name.
 
     pydantic would read the source of every model on import (`use_attribute_docstrings`), a third of the daemon's start.
     """

@@ -49,7 +49,7 @@ class Document:
     lines: Mapping[KeyPath, int]  #: path of a key or list item -> 1-based line
     problems: Mapping[KeyPath, Problem] = field(default_factory=dict)  #: unreadable values; null in `data`
     text: str = ""
-    spans: Mapping[KeyPath, tuple[int, int]] = field(default_factory=dict)  #: position of each text value in `text`
+    spans: Mapping[KeyPath, tuple[int, int]] = field(default_factory=dict)  #: position of every text value in `text`
 
 
 def parse(data: bytes, suffix: str, *, max_bytes: int = MAX_BYTES, is_lenient: bool = False) -> Document:
@@ -239,7 +239,9 @@ class _Yaml:
             return self._plain(path, event)
         if (known := self._anchors.get(anchor)) is not None or anchor in self._anchors:
             first = f"; first on line {known.line}" if known else ""
-            raise fault(f"the anchor {_told('&', anchor)} occurs twice{first}", line=line, hint="give it another name")
+            raise fault(
+                f"the anchor {_marked('&', anchor)} occurs twice{first}", line=line, hint="give it another name"
+            )
         self._anchors[anchor] = None
         begin, num_chars = len(self._record.order), self._num_chars
         value = self._plain(path, event)
@@ -265,9 +267,11 @@ class _Yaml:
         anchored = self._anchors.get(name)
         if anchored is None:
             what = (
-                "inside its own anchor" if name in self._anchors else f"without an anchor {_told('&', name)} before it"
+                "inside its own anchor"
+                if name in self._anchors
+                else f"without an anchor {_marked('&', name)} before it"
             )
-            raise fault(f"an alias ({_told('*', name)}) {what}", line=line, hint="put it in quotes if it is text")
+            raise fault(f"an alias ({_marked('*', name)}) {what}", line=line, hint="put it in quotes if it is text")
         self._used.add(name)
         self._num_expanded += anchored.num_chars
         self._num_chars += anchored.num_chars
@@ -353,11 +357,11 @@ class _Yaml:
     def _merged(self, path: KeyPath, event: Any, line: int, *, is_item: bool = False) -> list[tuple[_Anchored, Line]]:
         """Return the mappings that a merge key names: one, or a list of them."""
         if isinstance(event, yaml.SequenceStartEvent) and event.anchor is None and not is_item:
-            found: list[tuple[_Anchored, Line]] = []
+            mappings: list[tuple[_Anchored, Line]] = []
             while not isinstance(item := self._next(), yaml.SequenceEndEvent):
-                self._record.note((*path, len(found)), _line(item))
-                found += self._merged((*path, len(found)), item, line, is_item=True)
-            return found
+                self._record.note((*path, len(mappings)), _line(item))
+                mappings += self._merged((*path, len(mappings)), item, line, is_item=True)
+            return mappings
         if isinstance(event, yaml.AliasEvent):
             anchored = self._meant(event)
         else:
@@ -393,7 +397,7 @@ class _Yaml:
         raise fault(f"this is not valid YAML: {said}", line=line, hint=hint) from None
 
 
-def _told(sign: str, name: str) -> str:
+def _marked(sign: str, name: str) -> str:
     """Return an anchor or alias for a message, marked as a quote: ordinary text may look like one."""
     return quote.mark(sign + (name if len(name) <= quote.MAX_NAME else f"{name[: quote.MAX_NAME - 1]}…"))
 
@@ -485,9 +489,9 @@ class _Json:
 
     def _refuse(self, expected: str) -> NoReturn:
         there = self._peek()
-        found = f"found {shown(there)}" if there else "the file ends"
+        seen = f"found {shown(there)}" if there else "the file ends"
         raise fault(
-            f"this is not valid JSON: {found} instead of {expected}", line=self._line(), hint=_JSON_HINTS.get(there, "")
+            f"this is not valid JSON: {seen} instead of {expected}", line=self._line(), hint=_JSON_HINTS.get(there, "")
         )
 
     def _value(self, path: KeyPath) -> Any:

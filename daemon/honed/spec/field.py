@@ -112,8 +112,8 @@ def _base_words(base: Any) -> str:
         words_of = [describe(member) for member in args if member is not type(None)]
         return " or ".join(words_of) + (", or null" if type(None) in args else "")
     if origin is Literal:
-        told = [*args[:MANY], "…"] if len(args) > MANY else args
-        return f"one of {', '.join(told)}" if len(args) > 1 else str(args[0])
+        args_shown = [*args[:MANY], "…"] if len(args) > MANY else args
+        return f"one of {', '.join(args_shown)}" if len(args) > 1 else str(args[0])
     if origin is tuple:
         return f"a list of {len(args)} items, each {describe(args[0])}"
     if origin is list:
@@ -153,7 +153,7 @@ def _flag(value: Any) -> Any:
 
 def any_of(is_right: Callable[[Any], bool], *kinds: type, schema: Any = None) -> PlainValidator:
     """Return the validator of a key that takes values of several types; its `Expected` describes them. `schema` is the
-    type that the JSON Schema tells, if it can tell more than `kinds`.
+    type that the JSON Schema has, if it can say more than `kinds`.
     """
 
     def validate(value: Any) -> Any:
@@ -185,10 +185,10 @@ def absolute(value: str) -> str:
             f"paths must be absolute, {_shown(value)} begins with ~",
             "honed does not know that home directory: write it out, or use honectl submit",
         )
-    if found := VARIABLE.match(value):
+    if match := VARIABLE.match(value):
         refuse(
             f"paths must be absolute, {_shown(value)} begins with a shell variable",
-            f"{quote.mark(found[0])} is not set: write it out, or set it and use honectl submit",
+            f"{quote.mark(match[0])} is not set: write it out, or set it and use honectl submit",
         )
     if not value.startswith("/"):
         refuse(f"paths must be absolute, got {_shown(value)}", RELATIVE)

@@ -65,7 +65,7 @@ class Hours:
         return until if until < horizon else None
 
     def _spans(self, now: float, num_days: int) -> Iterator[tuple[float, float]]:
-        """Yield the beginning and the end of each range that begins in the days around a moment."""
+        """Yield the beginning and the end of every range that begins in the days around a moment."""
         today = self._day(now)
         for offset in range(-2, num_days + 1):
             day = today + timedelta(days=offset)
@@ -107,16 +107,16 @@ def _parse(texts: tuple[str, ...], zone: tzinfo | None) -> Hours:
 
 
 def _range(text: str) -> Range:
-    found = _TIMES.search(text)
-    if found is None or text[found.end() :].strip():
+    match = _TIMES.search(text)
+    if match is None or text[match.end() :].strip():
         raise ValueError(f"{text!r}: expected weekdays and a range of times, such as Mon..Fri 20:00-08:00")
-    begin = _minutes(text, found[1], found[2])
-    end = _minutes(text, found[3], found[4])
+    begin = _minutes(text, match[1], match[2])
+    end = _minutes(text, match[3], match[4])
     if begin == end:
         raise ValueError(f"{text!r}: begins and ends at the same time; a whole day is 00:00-24:00")
     if begin == _MINUTES_PER_DAY:
         raise ValueError(f"{text!r}: 24:00 can only be an end; the next day begins at 00:00")
-    days = text[: found.start()].strip()
+    days = text[: match.start()].strip()
     return Range(_weekdays(text, days), begin, end if end > begin else end + _MINUTES_PER_DAY)
 
 
@@ -130,14 +130,14 @@ def _minutes(text: str, hours: str, minutes: str) -> int:
 def _weekdays(text: str, days: str) -> frozenset[int]:
     if not days:
         return frozenset(range(7))
-    found: set[int] = set()
+    weekdays: set[int] = set()
     for part in days.split(","):
         first, *rest = (_weekday(text, name) for name in re.split(r"\.\.|-", part.strip()))
         if len(rest) > 1:
             raise ValueError(f"{text!r}: {part.strip()!r} is not a range of two weekdays")
         last = rest[0] if rest else first
-        found |= {day % 7 for day in range(first, last + 1 if last >= first else last + 8)}
-    return frozenset(found)
+        weekdays |= {day % 7 for day in range(first, last + 1 if last >= first else last + 8)}
+    return frozenset(weekdays)
 
 
 def _weekday(text: str, name: str) -> int:

@@ -52,20 +52,20 @@ def validate(
         data, lines = member.document, sweep.lines_of(member, lines)
     if secrets := [Problem(dotted(path), line_of(path, lines), *_SECRET) for path in _secrets(data)]:
         raise InvalidSpecError(secrets)  # before any message repeats a value
-    spec, found = None, []
+    spec, refusals = None, []
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
-        found = pydantic_errors.refusals(error, data, JobSpec)
+        refusals = pydantic_errors.refusals(error, data, JobSpec)
     # An unknown key is reported as unknown, whatever its value.
-    unknown = {one.path for one in found if one.is_unknown}
+    unknown = {one.path for one in refusals if one.is_unknown}
     unread = {path: one for path, one in (unread or {}).items() if path not in unknown}
-    found = [one for one in found if one.path not in unread]
-    problems = [item.problem(lines) for item in found] + [*unread.values()]
-    found += [pydantic_errors.Refusal(path, "") for path in unread]
+    refusals = [one for one in refusals if one.path not in unread]
+    problems = [item.problem(lines) for item in refusals] + [*unread.values()]
+    refusals += [pydantic_errors.Refusal(path, "") for path in unread]
     # Valid values may still conflict; a rule that reads a rejected key is skipped.
-    if (mended := _mended(data, found) if found or spec is None else spec) is not None:
-        problems += rule.problems(mended, lines, except_of=[path for item in found for path in item.touched])
+    if (mended := _mended(data, refusals) if refusals or spec is None else spec) is not None:
+        problems += rule.problems(mended, lines, except_of=[path for item in refusals for path in item.touched])
     if problems:
         problems = _followed(data, problems, lines)
         problems = sorted(problems, key=lambda one: one.line or 0)
@@ -102,22 +102,22 @@ def _followed(data: Mapping[str, Any], problems: list[Problem], lines: Mapping[K
         settled = _mended(content, wrong)
     known = {(item.key, item.message) for item in problems}
     next_ones = rule.problems(settled, lines, except_of=touched) if settled is not None else []
-    told = {item.key for item in problems}
+    keys = {item.key for item in problems}
     for one in next_ones:
         if (one.key, one.message) in known or not one.fix:
             continue
-        cause = next((number for number, found in enumerate(problems) if found.fix.get(one.key) is not None), None)
+        cause = next((number for number, chosen in enumerate(problems) if chosen.fix.get(one.key) is not None), None)
         if cause is not None:
-            found = problems[cause]
-            problems[cause] = replace(found, hint=f"{found.hint}; {one.hint}", fix={**found.fix, **one.fix})
-        elif one.key not in told and one.line is not None:
+            chosen = problems[cause]
+            problems[cause] = replace(chosen, hint=f"{chosen.hint}; {one.hint}", fix={**chosen.fix, **one.fix})
+        elif one.key not in keys and one.line is not None:
             problems.append(one)  # the rule was skipped, because a key that it reads was rejected
     return problems
 
 
-def _mended(data: Mapping[str, Any], found: list[pydantic_errors.Refusal]) -> JobSpec | None:
+def _mended(data: Mapping[str, Any], refusals: list[pydantic_errors.Refusal]) -> JobSpec | None:
     try:
-        return JobSpec.model_validate(pydantic_errors.without(data, found))
+        return JobSpec.model_validate(pydantic_errors.without(data, refusals))
     except ValidationError:
         return None
 

@@ -1,4 +1,4 @@
-"""The tools whose settings `honectl convert` reads, and the keys that tell them apart."""
+"""The tools whose settings `honectl convert` reads, and the keys that distinguish them."""
 
 from __future__ import annotations
 

@@ -59,10 +59,10 @@ class InvalidSpecError(SpecError):
     """A job file with problems; the message has one per line."""
 
     def __init__(self, problems: Sequence[Problem], *, hint: str | None = None) -> None:
-        told = [str(problem) for problem in problems[:MAX_PROBLEMS]]
+        lines = [str(problem) for problem in problems[:MAX_PROBLEMS]]
         if len(problems) > MAX_PROBLEMS:
-            told.append(f"and {len(problems) - MAX_PROBLEMS} more")
-        super().__init__("\n".join(told), hint=hint or manual.all_keys("honed-job.5"), fix=_together(problems))
+            lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
+        super().__init__("\n".join(lines), hint=hint or manual.all_keys("honed-job.5"), fix=_together(problems))
         self.problems = tuple(problems)
 
 
@@ -105,15 +105,15 @@ def faults(error: HonedError) -> list[Fault]:
             for problem in error.problems
         ]
     place = f"line {error.line}: " if error.line is not None else ""
-    message, whole = (text.removeprefix(place).removeprefix(f"{error.key}: ") for text in (error.message, error.told))
+    message, whole = (text.removeprefix(place).removeprefix(f"{error.key}: ") for text in (error.message, error.shown))
     return [_fault(error.key, error.line, error.code, message, whole, error.hint, error.fix)]
 
 
 def _fault(key: str, line: int | None, code: str, message: str, whole: str, hint: str, fix: Mapping[str, Any]) -> Fault:
-    found: Fault = {"key": key, "line": line, "code": code, "message": message, "hint": hint, "fix": dict(fix) or None}
+    fault: Fault = {"key": key, "line": line, "code": code, "message": message, "hint": hint, "fix": dict(fix) or None}
     if whole != message:
-        found["evidence"] = whole
-    return found
+        fault["evidence"] = whole
+    return fault
 
 
 def mended(data: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def mended(data: Mapping[str, Any], fix: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def told_fix(fix: Mapping[str, Any]) -> list[str]:
+def fix_lines(fix: Mapping[str, Any]) -> list[str]:
     """Return a fix as text, one change per line."""
     return [f"{key}: removed" if value is None else f"{key}: {written(value)}" for key, value in fix.items()]
 

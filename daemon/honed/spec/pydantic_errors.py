@@ -57,16 +57,16 @@ class Refusal:
 
 def refusals(error: ValidationError, data: Any, model: type[BaseModel]) -> list[Refusal]:
     """Convert all errors of a validation, at most one per key."""
-    found: dict[KeyPath, Refusal] = {}
+    by_path: dict[KeyPath, Refusal] = {}
     for index, details in enumerate(error.errors(include_url=False)):
         # In a file with thousands of unknown keys, only the first ones get a search for the nearest name.
         path = _real_path(details["loc"], data)
-        found.setdefault(path, _refusal(path, details, model, data, is_told=index < MAX_PROBLEMS))
-    meant = {refusal.meant for refusal in found.values()} | {
-        as_path(key) for refusal in found.values() for key, value in refusal.fix.items() if value is not None
+        by_path.setdefault(path, _refusal(path, details, model, data, is_shown=index < MAX_PROBLEMS))
+    meant = {refusal.meant for refusal in by_path.values()} | {
+        as_path(key) for refusal in by_path.values() for key, value in refusal.fix.items() if value is not None
     }
     # A required key is not missing if it is present under another name.
-    return [item for path, item in found.items() if path not in meant or not item.message.startswith(_MISSING)]
+    return [item for path, item in by_path.items() if path not in meant or not item.message.startswith(_MISSING)]
 
 
 def places(error: ValidationError, data: Any) -> list[Refusal]:
@@ -81,10 +81,10 @@ _MISSING = "missing: "
 _STAND_INS: Mapping[str | int, str] = {"base_model": "/", "path": "/", "metric": "exact_match"}
 
 
-def without(data: Any, found: Sequence[Refusal]) -> Any:
+def without(data: Any, refusals: Sequence[Refusal]) -> Any:
     """Return a copy of the data without the rejected values, so that the rules can check the rest."""
     rest = copy.deepcopy(data)
-    for path in sorted((item.path for item in found), key=_index_last_first):
+    for path in sorted((item.path for item in refusals), key=_index_last_first):
         _drop(rest, path)
     return rest
 
@@ -124,10 +124,10 @@ def _real_path(location: Sequence[int | str], data: Any) -> KeyPath:
     return tuple(path)
 
 
-def _refusal(path: KeyPath, details: ErrorDetails, model: type[BaseModel], data: Any, *, is_told: bool) -> Refusal:
+def _refusal(path: KeyPath, details: ErrorDetails, model: type[BaseModel], data: Any, *, is_shown: bool) -> Refusal:
     match details["type"]:
         case "extra_forbidden":
-            if not is_told:
+            if not is_shown:
                 return Refusal(path, "unknown key", is_unknown=True)
             return replace(_checked(_unknown(path, model, data), model, data), is_unknown=True)
         case "missing":
@@ -135,14 +135,14 @@ def _refusal(path: KeyPath, details: ErrorDetails, model: type[BaseModel], data:
         case kind if kind == REFUSED:
             context = details["ctx"]
             fix = context["fix"] or ({} if context["write"] is None else {dotted(path): context["write"]})
-            told = Refusal(path, context["message"], context["hint"], fix=fix)
-            return _checked(told, model, data) if context["fix"] else told
+            own = Refusal(path, context["message"], context["hint"], fix=fix)
+            return _checked(own, model, data) if context["fix"] else own
     taken = annotation(path, model)
     value = details["input"]
     message = f"expected {describe(taken)}, got {shown(value)}"
     if value is None and path and path[-1] not in _STAND_INS and isinstance(path[-1], str) and _is_plain(path):
         return Refusal(path, message, "remove it to use the default", fix={dotted(path): None})
-    hint, meant = _value_hint(taken, value, str(path[-1]) if path else "") if is_told else ("", None)
+    hint, meant = _value_hint(taken, value, str(path[-1]) if path else "") if is_shown else ("", None)
     fix = {} if meant is None or not _is_plain(path) else {dotted(path): meant}
     return _checked(Refusal(path, message, hint, fix=fix), model, data)
 
@@ -170,7 +170,7 @@ def _checked(refusal: Refusal, model: type[BaseModel], data: Any) -> Refusal:
         ]
         if wrong:
             inner = [
-                _refusal(_real_path(item["loc"], content), item, model, content, is_told=True)
+                _refusal(_real_path(item["loc"], content), item, model, content, is_shown=True)
                 for item in error.errors(include_url=False)
                 if _concerns(item, refusal)
             ]
@@ -225,20 +225,20 @@ def annotation(path: KeyPath, annotation: Any) -> Any:
 
 def _difference(before: Any, after: Any, home: str = "") -> Fix:
     """Return the fix that turns one content into the other."""
-    found: Fix = {}
+    fix: Fix = {}
     for key in [*before, *(key for key in after if key not in before)]:
         name, old, new = _join(home, key), before.get(key), after.get(key)
         if old == new:
             continue
         if isinstance(old, dict) and isinstance(new, dict):
-            found |= _difference(old, new, name)
+            fix |= _difference(old, new, name)
         elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-            found |= _difference(
+            fix |= _difference(
                 {str(n): item for n, item in enumerate(old)}, {str(n): item for n, item in enumerate(new)}, name
             )
         else:
-            found[name] = new
-    return found
+            fix[name] = new
+    return fix
 
 
 def _value_hint(annotation: Any, value: Any, key: str = "") -> tuple[str, Any]:
@@ -255,8 +255,8 @@ def _value_hint(annotation: Any, value: Any, key: str = "") -> tuple[str, Any]:
             return f"write {written(is_on(value))}", is_on(value)
         if bool in taken and value.lower() in ("unsloth", "offload", "offload_disk"):  # kinds of gradient checkpointing
             return "write true", True
-        found = _number_hint(taken, value.strip(), key)
-        return found if any(found) else _list_hint(annotation, value)
+        hint = _number_hint(taken, value.strip(), key)
+        return hint if any(hint) else _list_hint(annotation, value)
     if isinstance(value, bool):
         word = next((word for word in ("no", "off", "none") if word in words), None)
         return (f"write {word}", word) if word and not value else ("", None)
@@ -295,12 +295,12 @@ def _list_hint(annotation: Any, value: Any) -> tuple[str, Any]:
 def _number_hint(taken: tuple[Any, ...], value: str, key: str) -> tuple[str, Any]:
     if not {int, float} & set(taken):
         return "", None
-    if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKmM])", value):
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKmM])", value):
         thousand = 1024 if re.search("length|tokens|pixels", key) else 1000
-        number = float(found[1]) * thousand ** (1 if found[2] in "kK" else 2)
+        number = float(match[1]) * thousand ** (1 if match[2] in "kK" else 2)
         return f"write {quote.mark(str(int(number)))}", int(number)
-    if (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)) and float in taken:
-        return f"write {quote.mark(f'{float(found[1]) / 100:g}')}", float(f"{float(found[1]) / 100:g}")
+    if (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value)) and float in taken:
+        return f"write {quote.mark(f'{float(match[1]) / 100:g}')}", float(f"{float(match[1]) / 100:g}")
     if re.fullmatch(r"\d{1,3}(_\d{3})+|\d{1,3}(,\d{3})+", value) and int in taken:
         number = int(re.sub("[_,]", "", value))
         return f"write {quote.mark(str(number))}", number
@@ -361,15 +361,15 @@ def _unnested(path: KeyPath, key: str, what: str, model: type[BaseModel], data: 
     content = mended(content, {name: item for name, item in given.items() if item is not None})
     ours, hints = {as_path(name) for name in given}, []
     for _ in range(_MAX_DEPTH):
-        found = [fault for fault in _faults(content, model) if any(fault.path[: len(name)] == name for name in ours)]
-        if not found:
+        nested = [fault for fault in _faults(content, model) if any(fault.path[: len(name)] == name for name in ours)]
+        if not nested:
             break
-        for item in found:
+        for item in nested:
             if not item.fix:
                 return Refusal(path, what, f"{key_words(dotted(item.path))}: {item.hint or item.message}")
             if all(new is None for new in item.fix.values()):
                 hints.append(f"{quote.name(str(item.path[-1]))}: {item.hint.removeprefix('remove it: ')}")
-        fix = {name: new for item in found for name, new in item.fix.items()}
+        fix = {name: new for item in nested for name, new in item.fix.items()}
         ours |= {as_path(name) for name in fix}
         content = mended(content, fix)
     fix = {dotted(path): None} | _difference(

@@ -89,8 +89,8 @@ def _theirs(path: KeyPath) -> str | None:
         name = renamed.get(name, name)
         if names_place(pydantic_errors.annotation((name,), JobSpec)):
             return name
-    found = synonym.find(name, section)
-    return found.key if found is not None and found.key in _PLACES else None
+    theirs = synonym.find(name, section)
+    return theirs.key if theirs is not None and theirs.key in _PLACES else None
 
 
 def _is_place(path: KeyPath, given: str) -> bool:

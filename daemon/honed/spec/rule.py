@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from honed.spec import export, kind
 from honed.spec.metric_names import BUILT_IN, PREFIX, known
 from honed.spec.optimizer import ADAMW_8BIT, COMPENSATED, DIVIDABLE, asked_optim
-from honed.spec.problem import KeyPath, Problem, dotted, line_of, shown, told_fix
+from honed.spec.problem import KeyPath, Problem, dotted, fix_lines, line_of, shown
 from honed.system import quote
 from honed.system.error import Fix
 
@@ -35,8 +35,8 @@ def problems(spec: JobSpec, lines: Mapping[KeyPath, int], *, except_of: Sequence
     heads = {read[0] for rule in rules for read in rule.reads}
     except_of = [path for path in except_of if not path or path[0] in heads]  # unknown keys concern no rule
     kept = [rule for rule in rules if not any(_overlap(a, b) for a in rule.reads for b in except_of)]
-    found = [finding for rule in kept for finding in rule.find(spec)]
-    return [Problem(dotted(path), line_of(path, lines), *words) for path, *words in found]
+    findings = [finding for rule in kept for finding in rule.find(spec)]
+    return [Problem(dotted(path), line_of(path, lines), *words) for path, *words in findings]
 
 
 def _overlap(read: KeyPath, refused: KeyPath) -> bool:
@@ -48,7 +48,7 @@ def _has_eval(spec: JobSpec) -> bool:
 
 
 def _clash(is_so: Callable[[JobSpec], object], finding: Finding) -> Callable[[JobSpec], Iterator[Finding]]:
-    """Return the search for a conflict that is told in the same words of every spec."""
+    """Return the search for a conflict that has the same words of every spec."""
     return lambda spec: iter([finding] if is_so(spec) else [])
 
 
@@ -209,7 +209,7 @@ def _needs_evaluation(spec: JobSpec) -> Iterator[Finding]:
         (("training", "lr_scheduler_type"), training.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")),
     )
     fix = _evaluating(spec)
-    hint = f"write {', '.join(told_fix(fix))}{'' if _has_eval(spec) else ', or eval_datasets in place of eval_split'}"
+    hint = f"write {', '.join(fix_lines(fix))}{'' if _has_eval(spec) else ', or eval_datasets in place of eval_split'}"
     for path, is_set in needy:
         if is_set:
             yield path, "needs evaluations during training", hint, fix
@@ -239,7 +239,7 @@ _guard = _clash(
 
 
 def _best_prediction(spec: JobSpec) -> Iterator[Finding]:
-    """Check that each evaluation makes predictions if a metric on them selects the best checkpoint."""
+    """Check that every evaluation makes predictions if a metric on them selects the best checkpoint."""
     name = (spec.training.metric_for_best_model or "").removeprefix("eval_")
     if not name.startswith(PREFIX):
         return
@@ -342,7 +342,7 @@ def _best(spec: JobSpec) -> Iterator[Finding]:
         yield (
             path,
             f"save_strategy is {training.save_strategy}, eval_strategy {spec.eval_strategy}",
-            f"use the same for both: write {', '.join(told_fix(fix))}",
+            f"use the same for both: write {', '.join(fix_lines(fix))}",
             fix,
         )
     elif training.save_strategy == "steps":
@@ -683,7 +683,7 @@ def _training(*names: str) -> tuple[KeyPath, ...]:
     return tuple(("training", name) for name in names)
 
 
-#: The keys that each schedule takes in `lr_scheduler_kwargs`; a test compares the list with transformers.
+#: The keys that every schedule takes in `lr_scheduler_kwargs`; a test compares the list with transformers.
 SCHEDULE_KWARGS: dict[str, frozenset[str]] = {
     "linear": frozenset(),
     "cosine": frozenset({"num_cycles"}),

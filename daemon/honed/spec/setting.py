@@ -18,7 +18,7 @@ GONE: dict[str, str] = {}
 
 
 def lines_of(text: str) -> dict[KeyPath, int]:
-    """Return the line of each key, as far as the text is valid TOML."""
+    """Return the line of every key, as far as the text is valid TOML."""
     lines: dict[KeyPath, int] = {}
 
     def note(path: KeyPath, line: int) -> None:
@@ -30,27 +30,27 @@ def lines_of(text: str) -> dict[KeyPath, int]:
 
 def take_gone(data: Mapping[str, Any], text: str) -> list[Problem]:
     """Remove the keys in `GONE`, and return a problem for each."""
-    found = []
+    gone = []
     for key, instead in GONE.items():
         section, name = key.split(".")
         table = data.get(section)
         if isinstance(table, dict) and name in table:
             del table[name]
             line = lines_of(text).get((section, name))
-            found.append(Problem(key, line, "is no longer a key; it is ignored", instead))
-    return found
+            gone.append(Problem(key, line, "is no longer a key; it is ignored", instead))
+    return gone
 
 
 def problems(error: ValidationError, model: type[BaseModel], lines: Mapping[KeyPath, int]) -> list[Problem]:
     """Return all problems that a validation found, in line order."""
-    found: dict[KeyPath, Problem] = {}
+    by_path: dict[KeyPath, Problem] = {}
     for details in error.errors(include_url=False)[: MAX_PROBLEMS + 1]:
         path = details["loc"]
         line = next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), None)
         # Each member of a union reports an error; report the key once.
         key = path[: 2 + _num_names(model, path)]
-        found.setdefault(key, _problem(key, line, details, model))
-    return sorted(found.values(), key=lambda problem: problem.line or 0)
+        by_path.setdefault(key, _problem(key, line, details, model))
+    return sorted(by_path.values(), key=lambda problem: problem.line or 0)
 
 
 def _problem(path: KeyPath, line: int | None, details: ErrorDetails, model: type[BaseModel]) -> Problem:
@@ -99,7 +99,7 @@ def tables_in(section: type[BaseModel]) -> list[str]:
 
 
 def section_of(annotation: Any) -> Any:
-    """Return the type of a section, or of each table in a table of tables."""
+    """Return the type of a section, or of every table in a table of tables."""
     return get_args(annotation)[1] if get_origin(annotation) is dict else annotation
 
 

@@ -99,11 +99,11 @@ def _base_model(value: str) -> str:
         refuse(f"paths must be absolute, got {shown(value)}", RELATIVE)
     if value.startswith(("~", "$")):
         absolute(value)
-    if found := _HUB_PAGE.fullmatch(value):
+    if match := _HUB_PAGE.fullmatch(value):
         refuse(
             f"expected a hub id (org/name) instead of its URL, got {shown(value)}",
-            f"write {found['id']}",
-            write=found["id"],
+            f"write {match['id']}",
+            write=match["id"],
         )
     if value.startswith("/"):
         absolute(value)  # rejects line breaks
@@ -137,8 +137,8 @@ def is_hub_dataset(value: str) -> bool:
 
 
 def _dataset_path(value: str) -> str:
-    if found := _HUB_DATASET.fullmatch(value):
-        is_whole = (found["rest"] or "/").rstrip("/") in ("", "/tree/main", "/viewer", "@main")
+    if match := _HUB_DATASET.fullmatch(value):
+        is_whole = (match["rest"] or "/").rstrip("/") in ("", "/tree/main", "/viewer", "@main")
         within = (
             ""
             if is_whole
@@ -146,8 +146,8 @@ def _dataset_path(value: str) -> str:
         )
         refuse(
             f"expected a hub id (org/name) instead of its URL, got {shown(value)}",
-            f"write {found['id']}{within}",
-            write=found["id"] if is_whole else None,
+            f"write {match['id']}{within}",
+            write=match["id"] if is_whole else None,
         )
     return value if is_hub_dataset(value) else absolute(value)
 

@@ -1,4 +1,4 @@
-"""Sweeps: a job file with `sweep:` stands for one job for each combination of the values in it.
+"""Sweeps: a job file with `sweep:` stands for one job for every combination of the values in it.
 
     sweep:
       training.learning_rate: [1.0e-4, 2.0e-4]
@@ -74,10 +74,10 @@ def members(data: Mapping[str, Any], lines: Mapping[KeyPath, int], *, max_jobs: 
     chosen = range(num_combinations)
     if asked.num_random is not None:
         chosen = sorted(random.Random(asked.seed).sample(chosen, num_jobs))  # type: ignore[assignment]
-    found = [asked.member(data, number, asked.combination(place)) for number, place in enumerate(chosen, 1)]
-    if sum(len(json.dumps(item.document, default=str)) for item in found) > MAX_BYTES:
+    made = [asked.member(data, number, asked.combination(place)) for number, place in enumerate(chosen, 1)]
+    if sum(len(json.dumps(item.document, default=str)) for item in made) > MAX_BYTES:
         raise asked.fault((), f"the job files of its {num_jobs} jobs have more than {MAX_BYTES} bytes", "use fewer")
-    return found
+    return made
 
 
 def _put(content: Any, path: KeyPath, value: Any, lines: Mapping[KeyPath, int]) -> None:
@@ -149,11 +149,11 @@ class _Asked:
 
     def combination(self, place: int) -> dict[str, Any]:
         """Return the values at a place in the order of all combinations."""
-        found = {}
+        values = {}
         for key, given in reversed(self.values.items()):
             place, at = divmod(place, len(given))
-            found[key] = given[at]
-        return dict(reversed(found.items()))
+            values[key] = given[at]
+        return dict(reversed(values.items()))
 
     def fault(self, path: KeyPath, message: str, hint: str) -> SpecError:
         return _fault(path, self.lines, message, hint)

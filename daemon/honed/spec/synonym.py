@@ -17,6 +17,7 @@ from honed.spec.advice import (
     by,
     drop,
     flag,
+    hinted,
     is_data_file,
     is_off,
     is_on,
@@ -26,7 +27,6 @@ from honed.spec.advice import (
     settings,
     switch,
     take,
-    told,
     trains_adapter,
 )
 from honed.spec.problem import rewritten, shown
@@ -152,10 +152,10 @@ def _list(value: Any) -> Any:
 
 def _scheduler_seconds(value: Any) -> Any:
     """Convert a batch scheduler's [days-][[hours:]minutes:]seconds to seconds; a single number means minutes."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(value))
-    if found is None:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(value))
+    if match is None:
         raise Unsaid("write time_limit_sec, in seconds")
-    days, *parts = found.groups()
+    days, *parts = match.groups()
     given = [int(part) for part in parts if part is not None]
     if days is not None:
         units: tuple[int, ...] = (3600, 60, 1)
@@ -165,18 +165,18 @@ def _scheduler_seconds(value: Any) -> Any:
 
 
 def _gres(value: Any) -> Any:
-    found = re.fullmatch(r"gpu(?::[a-z]\w*)?(?::(\d+))?", str(value), re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"gpu(?::[a-z]\w*)?(?::(\d+))?", str(value), re.IGNORECASE)
+    if match is None:
         raise Unsaid("write resources.gpus: the number of GPUs")
-    return int(found[1] or 1)
+    return int(match[1] or 1)
 
 
 def _dependencies(value: Any) -> Any:
     """Convert a batch scheduler's `afterok:12:13` to a list; waiting for any other end is not supported."""
-    if isinstance(value, str) and (found := re.fullmatch(r"(after\w*):([\w:]+)", value)):
-        if found[1] != "afterok":
-            raise Unsaid(f"{found[1]} is not supported yet: depends_on waits for jobs that succeed")
-        return found[2].split(":")
+    if isinstance(value, str) and (match := re.fullmatch(r"(after\w*):([\w:]+)", value)):
+        if match[1] != "afterok":
+            raise Unsaid(f"{match[1]} is not supported yet: depends_on waits for jobs that succeed")
+        return match[2].split(":")
     return _list(value)
 
 
@@ -570,12 +570,12 @@ def _mapping_of(asked: Asked) -> Any:
     number = asked.path.split(".")[1:2]
     sets = asked.data.get(asked.path.split(".")[0])
     if isinstance(sets, list) and number and number[0].isdecimal() and int(number[0]) < len(sets):
-        each = sets[int(number[0])]
-        if isinstance(each, dict):
-            given = each.get("message_property_mappings")
+        section = sets[int(number[0])]
+        if isinstance(section, dict):
+            given = section.get("message_property_mappings")
             if isinstance(given, dict):
                 return {key: given.get(key) for key in ("role", "content")}
-            return {"role": each.get("message_field_role"), "content": each.get("message_field_content")}
+            return {"role": section.get("message_field_role"), "content": section.get("message_field_content")}
     return None
 
 
@@ -705,7 +705,7 @@ def _least_rate(asked: Asked) -> Advice:
 
 
 def _low_rank_optimizer(name: str) -> Synonym:
-    return told(
+    return hinted(
         "training.optim",
         f"write training.optim: {name}_adamw, optim_target_modules: all-linear and optim_args: rank=128,…",
     )
@@ -809,7 +809,7 @@ NAMES: dict[str, Synonym] = {
            "base_model_id"),
     **_all(drop("base_model has its own config.json"), "base_model_config", "tokenizer_config", "cls_model_config",
            "base_model_ignore_patterns"),
-    "checkpoint": told("base_model", "write base_model, or adapter: the model or adapter to start from"),
+    "checkpoint": hinted("base_model", "write base_model, or adapter: the model or adapter to start from"),
     **_all(take("revision"), "model_revision", "revision_of_model"),
     **_all(_OWN_TOKENIZER, "type_of_model", "architecture", "tokenizer_type", "tokenizer_use_fast", "tokenizer_legacy",
            "use_fast_tokenizer", "tokenizer", "tokenizer_name", "tokenizer_name_or_path", "is_llama_derived_model",
@@ -896,11 +896,11 @@ NAMES: dict[str, Synonym] = {
            "lora.finetune_projector_layers", "train_projector"),
     **_all(switch({"lora": {"finetune_language_layers": False, "finetune_projector": True}},
                   note="trains an adapter there"), "train_mm_proj_only"),
-    **_all(told("lora", "lora.finetune_vision_layers, finetune_audio_layers and finetune_projector select what gets "
+    **_all(hinted("lora", "lora.finetune_vision_layers, finetune_audio_layers and finetune_projector select what gets "
                         "an adapter; without a lora: section the language model is trained in full"),
            "freeze_mm_modules", "unfrozen_parameters", "freeze_modules", "freeze_trainable_modules",
            "freeze_trainable_layers", "freeze_extra_modules"),
-    **_all(told("training.learning_rate", "a learning rate for one part is not supported yet: all trained parameters "
+    **_all(hinted("training.learning_rate", "a learning rate for one part is not supported yet: all trained parameters "
                                           "use training.learning_rate"),
            "mm_projector_lr", "vision_tower_lr", "vit_lr", "aligner_lr", "audio_lr", "embedding_lr",
            "embedding_lr_scale", "embedding_learning_rate", "lr_groups"),
@@ -919,7 +919,7 @@ NAMES: dict[str, Synonym] = {
     # Length of the run, learning rate, optimizer
     **_all(take("training.num_train_epochs", _automatic), "num_epochs", "epochs", "n_epochs", "num_epoch", "epoch"),
     **_all(take("training.max_steps"), "num_steps", "total_steps", "max_train_steps", "num_train_steps", "iters"),
-    "max_steps_per_epoch": told("training.max_steps", "write training.max_steps: the number of steps of the run"),
+    "max_steps_per_epoch": hinted("training.max_steps", "write training.max_steps: the number of steps of the run"),
     **_all(take("training.learning_rate"), "lr", "peak_lr"),
     "learning_rate_multiplier": by(_multiplier, "training.learning_rate"),
     **_all(by(_schedule, "training.lr_scheduler_type"), "lr_scheduler", "scheduler", "lr_scheduler_name", "schedule"),
@@ -964,19 +964,19 @@ NAMES: dict[str, Synonym] = {
            "dataset_path", "data_path", "train_data_path", "train_data", "dataset_mixture", "data_files",
            "train_files", "local_dataset", "train_datasets", "dataset_names", "pretraining_dataset"),
     **_all(drop("datasets lists the files themselves"), "dataset_dir", "dataset_info", "media_dataset_dir"),
-    **_all(told("datasets", "write datasets: [{path: …, split: …}], with the file or directory"), "dataset_config",
+    **_all(hinted("datasets", "write datasets: [{path: …, split: …}], with the file or directory"), "dataset_config",
            "dataset_train_split"),
     **_all(_data_sets("eval_datasets"), "test_datasets", "eval_dataset", "eval_data_path", "validation_file",
            "eval_file", "valid_data", "eval_data", "validation_dataset", "test_dataset", "val_dataset",
            "validation_data", "val_data", "test_file", "valid_file"),
-    "dataset_test_split": told("eval_datasets", "write eval_datasets: [{path: …, split: …}], with the file or "
+    "dataset_test_split": hinted("eval_datasets", "write eval_datasets: [{path: …, split: …}], with the file or "
                                "directory"),
     **_all(take("eval_split", _share), "val_set_size", "val_size", "test_split_size", "validation_split", "test_size",
            "eval_size", "split_dataset_ratio", "validation_ratio", "val_split"),
     "validation_split_percentage": take("eval_split", lambda value: _share(float(value) / 100)),
     **_all(by(_rows_per_data_set, "datasets.max_rows"), "max_samples", "num_rows", "max_train_samples"),
     **_all(take("datasets.max_rows"), "datasets.limit", "datasets.num_samples", "datasets.max_samples"),
-    **_all(told("datasets.media_dir", "write media_dir in the data set: one directory, or {image: …, audio: …}"),
+    **_all(hinted("datasets.media_dir", "write media_dir in the data set: one directory, or {image: …, audio: …}"),
            "image_dir", "image_folder", "images_dir", "media_folder", "video_dir", "audio_dir", "frames_dir",
            "videos_dir", "audios_dir", "media_root", "image_root", "images_folder", "video_folder", "eval_audio_dir"),
     **_all(drop("`<image>`, `<video>` and `<audio>` in a text are placeholders for the columns' content"),
@@ -987,9 +987,9 @@ NAMES: dict[str, Synonym] = {
            "max_image_side", "max_resolution", "image_longest_edge"),
     **_all(take("media.num_frames"), "video_maxlen", "nframes", "max_frames", "fps_max_frames", "num_video_frames",
            "max_num_frames", "media.frames"),
-    **_all(told("media.num_frames", "write media: {num_frames: …}, the number of frames to use"),
+    **_all(hinted("media.num_frames", "write media: {num_frames: …}, the number of frames to use"),
            "video_fps", "fps"),
-    **_all(told("datasets.media_dir", "write media_dir: {video: …}, where a video may be a directory of frames"),
+    **_all(hinted("datasets.media_dir", "write media_dir: {video: …}, where a video may be a directory of frames"),
            "datasets.media_dir.frames", "datasets.media_dir.frame", "datasets.media_dir.frames_dir"),
     **_all(drop("a row contains its own media, with the sound of a video also as `audio`"),
            "use_audio_in_video"),
@@ -1002,7 +1002,7 @@ NAMES: dict[str, Synonym] = {
     **_all(drop("audio is resampled to the rate of the model's processor"), "audio_sampling_rate", "sampling_rate",
            "sample_rate"),
     **_all(drop("images are resized to media.max_image_size, bicubic"), "image_resize_algorithm"),
-    **_all(told("datasets.columns", "write columns: {our name: their column} in the data set"), "column_mapping",
+    **_all(hinted("datasets.columns", "write columns: {our name: their column} in the data set"), "column_mapping",
            "column_names"),
     **_all(_column("text"), "text_column", "dataset_text_field", "datasets.field", "datasets.text_field"),
     **_all(_column("prompt"), "prompt_column", "datasets.prompt", "datasets.field_prompt"),
@@ -1032,7 +1032,7 @@ NAMES: dict[str, Synonym] = {
            "datasets.preprocess_shards", "datasets.trust_remote_code", "datasets.field_tools"),
     **_all(take("datasets.fraction"), "datasets.weight", "datasets.ratio", "datasets.share", "datasets.proportion",
            "datasets.probability"),
-    **_all(told("datasets.fraction", "write fraction in each data set"), "interleave_probs", "mix_strategy"),
+    **_all(hinted("datasets.fraction", "write fraction in each data set"), "interleave_probs", "mix_strategy"),
     "streaming": drop("rows are read from the files on demand"),
     **_all(switch({"training.shuffle_dataset": True}), "shuffle_merged_datasets", "shuffle_train_set"),
     **_all(never("skipping duplicate rows"), "dataset_exact_deduplication", "deduplicate"),
@@ -1064,10 +1064,10 @@ NAMES: dict[str, Synonym] = {
            "eval_max_new_tokens", "generation_max_length", "eval_table_max_new_tokens"),
     **_all(by(_decoding, "predictions.sample"), "temperature", "top_p", "top_k", "generation_temperature",
            "generation_do_sample", "do_sample", "repetition_penalty", "num_beams", "generation_num_beams"),
-    **_all(told("early_stopping_patience", "write early_stopping_patience: the evaluations without improvement"),
+    **_all(hinted("early_stopping_patience", "write early_stopping_patience: the evaluations without improvement"),
            "early_stopping"),
     **_all(take("early_stopping_patience"), "patience", "early_stopping_steps"),
-    **_all(told("predictions.metrics", "write predictions.metrics: [exact_match, …]; `man honed-job` lists them"),
+    **_all(hinted("predictions.metrics", "write predictions.metrics: [exact_match, …]; `man honed-job` lists them"),
            "compute_metrics", "do_bench_eval", "do_causal_lm_eval", "compute_accuracy", "eval_causal_lm_metrics"),
     # Saving and the rest
     **_all(take("training.save_steps"), "save_every", "checkpoint_every", "checkpointing_steps"),
@@ -1076,7 +1076,7 @@ NAMES: dict[str, Synonym] = {
     "save_only_model": drop("resuming from a checkpoint needs the optimizer's state"),
     **_all(take("output_dir"), "output_path", "save_dir", "out_dir", "output", "save_path", "lora_out_dir"),
     **_all(switch({"save_merged": "bfloat16"}), "merge_lora", "merge_adapter", "save_merged_model", "merge"),
-    **_all(told("output_dir", "a merge is a separate job: kind: merge with base_model, adapter and output_dir; or "
+    **_all(hinted("output_dir", "a merge is a separate job: kind: merge with base_model, adapter and output_dir; or "
                               "save_merged: bfloat16 with training"), "export_dir"),
     **_all(drop("honed writes safetensors files of a size that loads everywhere"), "export_size", "export_device",
            "export_legacy_format", "max_shard_size"),
@@ -1102,7 +1102,7 @@ NAMES: dict[str, Synonym] = {
     **_all(by(lambda asked: Advice("remove it: a lora: section trains an adapter", {}) if is_on(asked.value) else
               Advice("remove the lora: section, too: full fine-tuning has no adapter", {"lora": None})),
            "lora.enabled", "lora.enable", "lora.use_lora", "lora.use"),
-    **_all(told("datasets", "a system prompt for all rows is not supported yet: write it in each row, as its first "
+    **_all(hinted("datasets", "a system prompt for all rows is not supported yet: write it in each row, as its first "
                             "message (role: system) or its `system` column"),
            "system_prompt", "default_system", "system",
            "system_message", "datasets.system_prompt"),
@@ -1203,7 +1203,7 @@ FAMILIES: tuple[tuple[re.Pattern[str], Synonym], ...] = (
         never("training on preferences or rewards (DPO, KTO, ORPO, GRPO)", _SFT_ALONE),
     ),
     (re.compile(r"(badam|lisa|relora|jagged_restart|muon|diffusion)(_\w+)?"), never("this training method")),
-    (re.compile(r"(galore|apollo)_\w+"), told("training.optim_args", "write training.optim_args: rank=…,scale=…")),
+    (re.compile(r"(galore|apollo)_\w+"), hinted("training.optim_args", "write training.optim_args: rank=…,scale=…")),
     (re.compile(r"(gptq|awq|hqq)_\w+"), drop("a quantized base model contains its own quantization settings")),
     (re.compile(r"hub_\w+"), _HUB),
     (
@@ -1246,6 +1246,6 @@ SECRET_VALUES = re.compile(
 
 def find(name: str, section: str) -> Synonym | None:
     """Return the advice for a name, in a section or anywhere."""
-    if found := NAMES.get(f"{section}.{name}") or NAMES.get(name):
-        return found
+    if meant := NAMES.get(f"{section}.{name}") or NAMES.get(name):
+        return meant
     return next((synonym for pattern, synonym in FAMILIES if pattern.fullmatch(name)), None)

@@ -1,4 +1,4 @@
-"""The line of each key in a TOML text; tomllib, which parses the values, does not report lines."""
+"""The line of every key in a TOML text; tomllib, which parses the values, does not report lines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from honed.spec.problem import KeyPath
 
-#: Called with each key and list item and its line; may raise to end the scan.
+#: Called with every key and list item and its line; may raise to end the scan.
 Note = Callable[[KeyPath, int], None]
-#: Called with each plain value and its start and end in the text.
+#: Called with every plain value and its start and end in the text.
 Place = Callable[[KeyPath, int, int], None]
 #: Maximum number of parts of a dotted key that are read; more would exceed any limit on depth.
 MAX_DOTS = 200

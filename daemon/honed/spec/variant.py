@@ -61,8 +61,8 @@ def names() -> list[str]:
 
 @functools.cache
 def _variants() -> dict[str, Path]:
-    found = importlib.util.find_spec("trl")
-    directories = list(found.submodule_search_locations or []) if found else []
+    package = importlib.util.find_spec("trl")
+    directories = list(package.submodule_search_locations or []) if package else []
     variants: dict[str, Path] = {}
     for path in (
         path for directory in directories for path in Path(directory).glob(f"chat_templates/*{_ENDING}.jinja")

@@ -134,10 +134,10 @@ class Person:
 def person(who: str | int) -> Person | None:
     """Look up a user by name or number; None for an unknown name. An unknown number gives a user without groups."""
     try:
-        found = pwd.getpwnam(who) if isinstance(who, str) else pwd.getpwuid(who)
+        entry = pwd.getpwnam(who) if isinstance(who, str) else pwd.getpwuid(who)
     except KeyError:
         return None if isinstance(who, str) else Person(who, frozenset(), f"user {who}")
-    return Person(found.pw_uid, frozenset(os.getgrouplist(found.pw_name, found.pw_gid)), found.pw_name)
+    return Person(entry.pw_uid, frozenset(os.getgrouplist(entry.pw_name, entry.pw_gid)), entry.pw_name)
 
 
 def group_id(name: str) -> int | None:
@@ -198,8 +198,8 @@ def has_acls(directory: Path) -> bool:
 def job_user(job_dir: Path | int) -> int | None:
     """Return the user whom a job's directory lets write by its ACL: its worker's. None if honed-job runs it."""
     acl = acl_of(job_dir)
-    found = [] if acl is None else [uid for uid, permissions in acl.users.items() if permissions & WRITE]
-    return found[0] if len(found) == 1 and is_person(found[0]) else None
+    users = [] if acl is None else [uid for uid, permissions in acl.users.items() if permissions & WRITE]
+    return users[0] if len(users) == 1 and is_person(users[0]) else None
 
 
 def submitter_of(job_dir: Path) -> int | None:
@@ -321,8 +321,8 @@ def _writers(info: os.stat_result, acl: Acl | None, but: set[int]) -> str:
 def _has_members_besides(gid: int, uids: set[int]) -> bool:
     with contextlib.suppress(KeyError):
         for name in grp.getgrgid(gid).gr_mem:
-            found = person(name)
-            if found is None or found.uid not in uids:
+            member = person(name)
+            if member is None or member.uid not in uids:
                 return True
     return any(item.pw_gid == gid and item.pw_uid not in uids for item in pwd.getpwall())
 
@@ -333,24 +333,24 @@ def replacer(path: Path) -> str:
     The owner of the file cannot, but whoever owns or can write a directory on the way to it, following links. Raises
     OSError if that cannot be seen.
     """
-    found, sticky = "", Path()
+    who_may, sticky = "", Path()
     for step, is_last in _steps(path):
         try:
             info = step.lstat()
         except FileNotFoundError:
-            return found
+            return who_may
         # In a sticky directory only the owner of an existing file can rename it, but anybody can create a missing one.
-        if found and (step.parent != sticky or info.st_uid):
-            return found
+        if who_may and (step.parent != sticky or info.st_uid):
+            return who_may
         if is_last:
             break
-        found, sticky = "", step
+        who_may, sticky = "", step
         if info.st_uid:
             return f"the user {user_name(info.st_uid)}, the owner of {step}"
         if who := _writers(info, acl_of(step), {0}):
-            found = f"{who}, with write permission for {step}"
+            who_may = f"{who}, with write permission for {step}"
             if not info.st_mode & stat.S_ISVTX:
-                return found
+                return who_may
     return ""
 
 

@@ -206,7 +206,7 @@ class Server:
         self.serve()
 
     def serve(self) -> None:
-        """Accept, read and answer what can be at once, one request of each connection."""
+        """Accept, read and answer what can be at once, one request of every connection."""
         for key, events in self._selector.select(0):
             key.data(events)
 
@@ -250,7 +250,7 @@ class Server:
             self._door.turn_away()
 
     def _admit(self, peer: socket.socket) -> None:
-        """Give a client a place, or tell it that there is none. Raises OSError if it has gone."""
+        """Give a client a place, or answer that there is none. Raises OSError if it has gone."""
         peer.setblocking(False)
         uid, gids = credentials(peer)
         new = _Connection(peer, uid, gids, self._holders.of(uid))

@@ -109,23 +109,23 @@ def gpu_loads() -> list[Load]:
     library or driver."""
     try:
         with _nvml() as nvml:
-            found = [_load(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+            loads = [_load(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     except EnvironmentInvalidError:
         return []
-    return [load for load in found if load is not None]
+    return [load for load in loads if load is not None]
 
 
 def _load(nvml: Any, index: int) -> Load | None:
     if (gpu := _cuda(nvml, index)) is None:
         return None
 
-    def told(name: str, *arguments: Any) -> Any:
+    def ask(name: str, *arguments: Any) -> Any:
         try:
             return getattr(nvml, name)(nvml.nvmlDeviceGetHandleByIndex(index), *arguments)
         except nvml.NVMLError:  # a MIG slice does not report it
             return None
 
-    rates, milliwatts = told("nvmlDeviceGetUtilizationRates"), told("nvmlDeviceGetPowerUsage")
+    rates, milliwatts = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
     return Load(
         gpu.uuid or "",
         gpu.name,
@@ -134,7 +134,7 @@ def _load(nvml: Any, index: int) -> Load | None:
         gpu.total_bytes,
         index,
         milliwatts / 1000 if milliwatts is not None else None,
-        told("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
     )
 
 
@@ -173,8 +173,8 @@ def _ask_nvml(gpus: list[int] | None) -> list[Device]:
         return []
     with _nvml() as nvml:
         count = nvml.nvmlDeviceGetCount()
-        found = [_cuda(nvml, index) for index in range(count) if gpus is None or index in gpus]
-    return [device for device in found if device is not None]
+        gpus_there = [_cuda(nvml, index) for index in range(count) if gpus is None or index in gpus]
+    return [device for device in gpus_there if device is not None]
 
 
 def _cuda(nvml: Any, index: int) -> Device | None:

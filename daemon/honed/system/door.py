@@ -70,7 +70,7 @@ class Door:
 
     @property
     def is_there(self) -> bool:
-        """True if the path still leads to this socket. Raises OSError if that cannot be told."""
+        """True if the path still leads to this socket. Raises OSError if that is not known."""
         return self._now() == self._file
 
     def _now(self) -> tuple[int, int] | None:

@@ -211,10 +211,10 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644) -> None:
 def json_object(read: Callable[[], bytes], parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
     """Return the object that a file has as JSON; empty if the file cannot be read, or has no object."""
     try:
-        found = parse(read())
+        document = parse(read())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def as_json(value: Any) -> bytes:
@@ -299,8 +299,10 @@ def finish_all(works: Sequence[Steps[T]]) -> list[T | Exception]:
         if not places:
             continue
         broken = dict(zip(places, _pool().map(_fault_of_sync, places), strict=True))
-        found = {number: next((broken[item] for item in many if broken[item]), None) for number, many in wanted.items()}
-        faults = {number: error for number, error in found.items() if error is not None}
+        errors = {
+            number: next((broken[item] for item in many if broken[item]), None) for number, many in wanted.items()
+        }
+        faults = {number: error for number, error in errors.items() if error is not None}
     return [results[number] for number in range(len(works))]
 
 

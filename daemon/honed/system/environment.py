@@ -16,7 +16,7 @@ from pathlib import Path
 METRICS = "honed.metrics"
 
 
-def tell(text: str) -> None:
+def say(text: str) -> None:
     """Print a line at once. If a pipe's reader has gone, this and later output is dropped: the work continues."""
     try:
         print(text, flush=True)
@@ -24,12 +24,12 @@ def tell(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def run_told(command: Sequence[str | Path], *, environment: Mapping[str, str]) -> int:
+def run_shown(command: Sequence[str | Path], *, environment: Mapping[str, str]) -> int:
     """Run a program and print each line of its output as it comes. Returns its exit status."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(list(command), env=dict(environment), text=True, errors="replace", **streams) as process:  # type: ignore[call-overload]
         for line in process.stdout:
-            tell(line.rstrip("\n"))
+            say(line.rstrip("\n"))
     return int(process.returncode)
 
 

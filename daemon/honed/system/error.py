@@ -105,7 +105,7 @@ class HonedError(Exception):
         return self.message
 
     @property
-    def told(self) -> str:
+    def shown(self) -> str:
         """The message for those who may read the job."""
         return self.evidence or self.message
 

@@ -57,7 +57,7 @@ class Holders:
         except OSError:
             self._stamp, self._ranges = None, []
             return
-        self._stamp, self._ranges = stamp, [found for line in lines if (found := _range(line)) is not None]
+        self._stamp, self._ranges = stamp, [range_of for line in lines if (range_of := _range(line)) is not None]
 
 
 def _range(line: str) -> tuple[range, str] | None:

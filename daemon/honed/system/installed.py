@@ -117,15 +117,15 @@ def version(name: str) -> str | None:
         return None
 
 
-def fits(found: str, window: str) -> bool:
+def fits(version: str, window: str) -> bool:
     """Tell whether a version is in a range such as `>=5.2,<=5.17`; pre-release and local tags are ignored."""
-    return all(_fits_bound(found, bound.strip()) for bound in window.split(","))
+    return all(_fits_bound(version, bound.strip()) for bound in window.split(","))
 
 
-def _fits_bound(found: str, bound: str) -> bool:
+def _fits_bound(version: str, bound: str) -> bool:
     match = re.fullmatch(r"(>=|<=|==|!=|<|>)\s*([\d.]+?)(\.\*)?", bound)
     assert match is not None, f"not a version bound: {bound}"
-    limit, exact = _places(match[2]), _places(found)
+    limit, exact = _places(match[2]), _places(version)
     if match[3]:
         exact = exact[: len(limit)]
     width = max(len(limit), len(exact))
@@ -219,8 +219,8 @@ def attribute_names(model_type: str) -> frozenset[str] | None:
 @lru_cache(maxsize=64)
 def fixed_names(model_type: str) -> frozenset[str]:
     """Return the names of tensors that are no trained parameters of a model type's classes, from the same source."""
-    found = (name for text in _sources(model_type) for item in _FIXED.findall(text) for name in item)
-    return frozenset(found) - {"", "weight", "bias"}
+    names = (name for text in _sources(model_type) for item in _FIXED.findall(text) for name in item)
+    return frozenset(names) - {"", "weight", "bias"}
 
 
 @lru_cache(maxsize=64)
@@ -251,15 +251,15 @@ def base_prefix(model_type: str) -> str | None:
     name = _module_names().get(model_type, model_type).replace("-", "_")
     source = Path(package.origin).parent / "models" / name / f"modeling_{name}.py"
     try:
-        found = re.search(r'^    base_model_prefix = "(\w+)"', source.read_text(encoding="utf-8"), re.M)
+        match = re.search(r'^    base_model_prefix = "(\w+)"', source.read_text(encoding="utf-8"), re.M)
     except (OSError, ValueError):
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 @cache
 def _module_names() -> dict[str, str]:
-    """Return the module folder of each model type whose folder has another name."""
+    """Return the module folder of every model type whose folder has another name."""
     package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return {}

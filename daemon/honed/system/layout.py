@@ -333,7 +333,7 @@ class _Attempt(_Place[P]):
 
     @property
     def pulse_path(self) -> P:
-        """The worker's current phase; touched at each sign of life, see worker/pulse.py."""
+        """The worker's current phase; touched at every sign of life, see worker/pulse.py."""
         return self.pulse_of(0)
 
     def pulse_of(self, rank: int) -> P:

@@ -93,12 +93,12 @@ def trace(error: BaseException) -> str:
 def guard_tracebacks() -> None:
     """Print uncaught exceptions of any thread with `trace`: stderr is a log."""
 
-    def tell(_kind: type[BaseException], error: BaseException | None, _places: TracebackType | None) -> None:
+    def log_uncaught(_kind: type[BaseException], error: BaseException | None, _places: TracebackType | None) -> None:
         if error is not None and not isinstance(error, KeyboardInterrupt):
             print(trace(error), file=sys.stderr)
 
-    sys.excepthook = tell
-    threading.excepthook = lambda caught: tell(caught.exc_type, caught.exc_value, caught.exc_traceback)
+    sys.excepthook = log_uncaught
+    threading.excepthook = lambda caught: log_uncaught(caught.exc_type, caught.exc_value, caught.exc_traceback)
 
 
 class _Tracer(logging.Formatter):
@@ -115,7 +115,7 @@ class _Formatter(_Tracer):
         self._prefixed = prefixed
 
     def format(self, record: logging.LogRecord) -> str:
-        # A reader of prefixed lines takes each line as one entry, so every line of a traceback needs the prefix. Later
+        # A reader of prefixed lines takes every line as one entry, so every line of a traceback needs the prefix. Later
         # lines are indented: text from a job or a worker must not look like an entry of ours.
         prefix = f"<{PRIORITIES.get(record.levelno, 6)}>" if self._prefixed else ""
         return prefix + f"\n{prefix}    ".join(_plain(super().format(record)).split("\n"))

@@ -54,7 +54,7 @@ class LogQuota(logging.Filter):
         uid = self._uid(record)
         if uid is None or uid in {0, os.getuid()}:
             return True
-        self.tell()
+        self.report()
         with self._lock:
             period = self._periods.setdefault(self._holder_of(uid), _Period(self._clock()))
             period.num += 1
@@ -62,12 +62,12 @@ class LogQuota(logging.Filter):
                 return True
             period.num_left_out += 1
             if period.num_left_out == 1 and self._is_timed:  # nothing else may be logged for long
-                timer = threading.Timer(PERIOD_SEC, self.tell)
+                timer = threading.Timer(PERIOD_SEC, self.report)
                 timer.daemon = True
                 timer.start()
             return False
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """End the periods that are over, and log what was left out in them."""
         now = self._clock()
         with self._lock:

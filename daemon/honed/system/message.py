@@ -38,7 +38,7 @@ ROWS_LOST = "1e838fd06ace4535b06f7c710166d926"
 NOTICE_TROUBLE = "ee862292747b48beb5a43e1605b63291"
 NOTICE_REFUSED = "b34447786c7c437ba26362b59dd55001"
 
-#: The kind of each error, by its code: it is declared with the error's class.
+#: The kind of every error, by its code: it is declared with the error's class.
 BY_ERROR = {code: error.message_id for code, error in BY_CODE.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str, *, keep: str = "", instead: str = "\N{REPLACEMENT CHARACTER}") -> str:
-    """Replace each character that is not printable, except those in `keep`."""
+    """Replace every character that is not printable, except those in `keep`."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in keep else instead for char in text)

@@ -48,9 +48,9 @@ def names(texts: Iterable[str], form: str = "{}") -> str:
     """Join names of one kind, such as a table's columns, each in that form. If one is not a plain word, all are marked:
     the others may not be names either, as in a table without a header.
     """
-    told = [(text, _NAME.fullmatch(text) is not None) for text in texts]
-    joined = ", ".join(form.format(text if is_plain else _cut(text)[1:-1]) for text, is_plain in told)
-    return joined if all(is_plain for _, is_plain in told) else mark(joined)
+    checked = [(text, _NAME.fullmatch(text) is not None) for text in texts]
+    joined = ", ".join(form.format(text if is_plain else _cut(text)[1:-1]) for text, is_plain in checked)
+    return joined if all(is_plain for _, is_plain in checked) else mark(joined)
 
 
 def first(texts: Sequence[str], number: int, *, separator: str = ", ") -> str:
@@ -70,7 +70,7 @@ def _cut(text: str) -> str:
 
 def hide(text: str) -> str:
     """Return the text for everybody, with its quotes hidden."""
-    return _MARKED.sub(lambda found: HIDDEN if found[1] == _OPEN else "", text).translate(_MARKS)
+    return _MARKED.sub(lambda match: HIDDEN if match[1] == _OPEN else "", text).translate(_MARKS)
 
 
 def show(text: str) -> str:

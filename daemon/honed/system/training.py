@@ -21,7 +21,7 @@ DIR = Path("/opt/honed-env")
 CURRENT = DIR / "current"
 #: The environment of this process, passed on to the processes that it starts: a worker and its children stay in one.
 VARIABLE = "HONED_TRAINING_ENVIRONMENT"
-#: The file written last into an environment, and locked (shared) by each process that uses it.
+#: The file written last into an environment, and locked (shared) by every process that uses it.
 STAMP = "honed-content"
 #: The message and the hint of all that needs a training environment and finds none.
 MISSING = "no training environment is installed"
@@ -30,14 +30,14 @@ REMEDY = "run honed-setup as root"
 
 def enter() -> None:
     """Add the training environment's packages to the end of sys.path, if there is one for this version of Python."""
-    found = Path(os.environ.get(VARIABLE, ""))
-    if found.parent != DIR or not found.is_dir():
-        found = CURRENT.resolve()
-    packages = packages_of(found)
+    path = Path(os.environ.get(VARIABLE, ""))
+    if path.parent != DIR or not path.is_dir():
+        path = CURRENT.resolve()
+    packages = packages_of(path)
     if packages.is_dir():
-        os.environ[VARIABLE] = str(found)
+        os.environ[VARIABLE] = str(path)
         with contextlib.suppress(OSError):  # `honed-setup --remove-old` keeps what a process holds
-            fcntl.flock(os.open(found / STAMP, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(os.open(path / STAMP, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH | fcntl.LOCK_NB)
         site.addsitedir(str(packages))
 
 

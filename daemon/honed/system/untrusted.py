@@ -4,7 +4,7 @@ Whoever can write `attempts/<n>/events.jsonl` can replace it, or a directory abo
 by a pipe that blocks whoever opens it, by an endless file, or by a file system of their own that never answers.
 
 So nothing here follows a link below the root of a `PersonPath`, opens what is not a regular file, reads more than it
-was told to, waits, or enters a mount. Each name is first looked up without opening it (O_PATH). Whether something is
+was asked to, waits, or enters a mount. Each name is first looked up without opening it (O_PATH). Whether something is
 mounted there is then asked of the kernel alone (AT_STATX_DONT_SYNC): a file system in user space could delay even
 fstat(2). What passes is opened through its descriptor in /proc, so that no other file can take its place meanwhile.
 openat2(2) could do part of this, but RestrictSUIDSGID= forbids it.
@@ -173,20 +173,20 @@ def infos(path: PersonPath, names: Iterable[str]) -> Iterator[tuple[str, os.stat
         for name in names:
             try:
                 with _looked_up(place, name, path) as fd:
-                    found = os.fstat(fd)
+                    info = os.fstat(fd)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 if error.errno == errno.EXDEV:
                     continue
                 raise
-            yield name, found
+            yield name, info
 
 
 def names_in(path: PersonPath, *, limit: int | None = MAX_NAMES) -> list[str]:
     """Return up to `limit` names in a directory, in no order. Raises OSError."""
-    with directory(path) as fd, os.scandir(fd) as found:
-        return [item.name for item in itertools.islice(found, limit)]
+    with directory(path) as fd, os.scandir(fd) as entries:
+        return [item.name for item in itertools.islice(entries, limit)]
 
 
 def remove(path: PersonPath) -> None:
@@ -269,7 +269,7 @@ def _parent(path: PersonPath) -> contextlib.AbstractContextManager[int]:
 
 @contextlib.contextmanager
 def _looked_up_all(path: PersonPath) -> Iterator[int]:
-    """Look up each name below the root."""
+    """Look up every name below the root."""
     fd = os.open(path.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name in path.names:
@@ -341,7 +341,7 @@ _statx = getattr(ctypes.CDLL(None), "statx", None)
 
 def is_mount(fd: int) -> bool:
     """Return True if a descriptor is the root of a mount."""
-    found = _Statx()
-    if _statx is None or _statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, 0, ctypes.byref(found)) != 0:
+    statx = _Statx()
+    if _statx is None or _statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, 0, ctypes.byref(statx)) != 0:
         return False
-    return bool(found.attributes & _MOUNT_ROOT)
+    return bool(statx.attributes & _MOUNT_ROOT)

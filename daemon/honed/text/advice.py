@@ -24,7 +24,7 @@ from honed.text.tokens import Tokens
 
 #: Names in a template that are tried as arguments.
 MAX_SWITCHES = 12
-#: Advice where nothing more specific was found.
+#: Advice where there is nothing more specific.
 _ADVICE: dict[Kind, str] = {
     "reasoning": "use a template that shows it (`chat_template:`), or remove it from the rows",
     "answer": "some templates show either a turn's text or its calls: put each in its own turn",
@@ -192,15 +192,12 @@ def _switches(template: str) -> list[str]:
 
 
 def _trains_inside(example: Example) -> bool:
-    """Return True if a trained turn is not the row's last message."""
     return any(i + 1 < len(example.messages) for i in example.trained_turns)
 
 
 def _calls_together(example: Example) -> bool:
-    """Return True if a trained turn has more than one call."""
     return any(len(example.messages[i].get("tool_calls") or []) > 1 for i in example.trained_turns)
 
 
 def _quoted(text: str | None) -> str:
-    """Quote words of a template or a tokenizer."""
     return quote.mark(repr(text))

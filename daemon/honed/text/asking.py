@@ -60,7 +60,7 @@ class Mismatches:
         )
 
 
-#: Advice where nothing more specific was found.
+#: Advice where there is nothing more specific.
 ADVICE = (
     "predictions and scores use a prompt that was not trained: use a template whose generation prompt equals the "
     "start of its turns (`chat_template:`)"

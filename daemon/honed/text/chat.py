@@ -1,7 +1,7 @@
 """Conversion of a row to token ids, with a mask over the tokens that the model is trained on.
 
 Trained are the assistant's turns as the chat template renders them, each with its end token. Templates do not report
-where a turn lies, so it is found by rendering:
+where a turn lies, so rendering locates it:
 
     whole    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\nHello<|im_end|>\\n
     asked    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n                 up to the turn, with the prompt
@@ -9,7 +9,7 @@ where a turn lies, so it is found by rendering:
 
 Where the shorter renderings are prefixes of the whole one, they give the turn. Where they are not (a template that
 omits earlier reasoning, or treats the last turn specially), every message is found in the whole conversation by
-rendering it again with only that message replaced by a mark. A turn that cannot be found is an error of that row, never
+rendering it again with only that message replaced by a mark. A turn that is not located is an error of the row, never
 a guess.
 
 The tokenizer is an argument; neither torch nor transformers is imported here.

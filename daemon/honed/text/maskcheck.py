@@ -405,7 +405,6 @@ def _is_simple(message: Mapping[str, Any]) -> bool:
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:
-    """Return a message's reasoning without white space, in whichever form it is written."""
     named = next((message[key] for key in ("reasoning_content", "reasoning", "thinking") if message.get(key)), "")
     inside, _, answer = words(message).rpartition("</think>")
     return squeeze(str(named) or (inside.removeprefix("<think>") if answer != words(message) else ""))

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             sys.stdout.write(json.dumps({"error": error.as_dict()}) + "\n")
         else:
-            _write(f"{error.told}{f' ({error.hint})' if error.hint else ''}")
+            _write(f"{error.shown}{f' ({error.hint})' if error.hint else ''}")
         return error.exit_status
     sys.stdout.write(json.dumps(rows) + "\n" if options.json else "".join(map(_page, rows)))
     return 0
@@ -88,7 +88,7 @@ def preview(job_spec: JobSpec, *, num_rows: int, base_model_path: Path | None = 
         try:
             cut = encoded.truncate(max_length)
         except MediaCutError as error:
-            _write(f"{where(example)}: {error.told}: the row is skipped")
+            _write(f"{where(example)}: {error.shown}: the row is skipped")
             continue
         if not cut.num_predicted:  # as in training
             where_it_is = f"{job_spec.datasets[example.dataset_index].path}, row {example.row_index + 1}"
@@ -129,7 +129,7 @@ def _encoded(chat: ChatFormat, examples: Sequence[Example], num_rows: int) -> It
             num_left -= 1
         except DatasetError as error:
             origin = where(example)
-            _write(f"{'' if error.told.startswith(origin) else f'{origin}: '}{error.told}: the row is skipped")
+            _write(f"{'' if error.shown.startswith(origin) else f'{origin}: '}{error.shown}: the row is skipped")
     if num_left == num_rows:
         raise DatasetError("no row can be trained on", hint="see the reasons above")
 

@@ -66,7 +66,7 @@ def run(
     """
     layout = JobLayout(job_dir).attempt(attempt)
     durable.make_dir(layout.dir)
-    events = EventWriter(layout.events_path, tell=report) if ranks.is_zero else Unwritten(report)
+    events = EventWriter(layout.events_path, on_event=report) if ranks.is_zero else Unwritten(report)
     stop = stop or Stop()
     reserve = disk_reserve.Reserve(layout.dir) if ranks.is_zero else None
     this = Run(events, stop, gate or Gate(JobLayout(job_dir), attempt, {}), ranks)

@@ -67,7 +67,7 @@ def _trainer_class() -> type[Watched]:
                 expected = scores(self._reference, inputs)
             rewards = BETA * (scores(model, inputs) - expected)
             margins = rewards[0::2] - rewards[1::2]  # the collator puts the answers of a row one after the other
-            self._metrics["train" if model.training else "eval"]["reward_margin"].append(float(margins.mean()))
+            self._metrics["train" if model.training else "eval"]["reward_margin"].append(float(margins.detach().mean()))
             loss = -logsigmoid(margins).mean()
             return (loss, {"margins": margins}) if return_outputs else loss
 

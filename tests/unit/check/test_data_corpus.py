@@ -219,7 +219,7 @@ def test_a_doomed_data_set_is_refused_and_a_fix_makes_it_pass(name: str, tmp_pat
     spec_path = job(make, tmp_path, model)
     with pytest.raises(HonedError) as refused:
         check(spec_path)
-    assert words in refused.value.told
+    assert words in refused.value.shown
     assert refused.value.hint
     assert bool(refused.value.fix) == has_fix
     if has_fix:

@@ -65,7 +65,7 @@ def test_a_file_of_ones_own_is_looked_at(tmp_path: Path) -> None:
 def test_the_key_takes_trl_or_a_path(value: Any, said: str) -> None:
     with refused(SpecError, f"training_chat_template: .*{said}") as caught:
         job(training_chat_template=value)
-    assert ("write trl" in str(caught.value.hint) + caught.value.told) == (value in (True, "training"))
+    assert ("write trl" in str(caught.value.hint) + caught.value.shown) == (value in (True, "training"))
 
 
 def test_what_is_no_argument_of_a_template_is_refused() -> None:

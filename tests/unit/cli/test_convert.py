@@ -335,7 +335,7 @@ def test_training_of_another_kind_is_refused_rather_than_turned_into_this_one(
     path.write_text(json.dumps(keys))
     with pytest.raises(SpecError) as refused:
         convert.converted(path, tool)
-    assert word in refused.value.told
+    assert word in refused.value.shown
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_a_file_of_no_known_tool_is_refused_in_words(text: str, tmp_path: Path) 
     path.write_text(text)
     with pytest.raises(SpecError) as refused:
         foreign.read(path)
-    assert str(path) in refused.value.told
+    assert str(path) in refused.value.shown
 
 
 def test_the_verb_writes_a_new_file_and_tells_what_is_to_be_filled_in(place: Path) -> None:

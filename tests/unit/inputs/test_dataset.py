@@ -512,7 +512,7 @@ def test_a_weight_that_nothing_trains_with_is_refused_with_its_line(tmp_path: Pa
         with pytest.raises(DatasetError) as caught:
             read()
         assert f"{path}: line 6: " in caught.value.message
-        assert words in caught.value.told
+        assert words in caught.value.shown
         assert caught.value.hint
 
 

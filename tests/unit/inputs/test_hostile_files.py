@@ -51,7 +51,7 @@ def refusal(read: Read, path: Path) -> str:
         read(path)
     except HonedError as error:
         assert error.code != "error", error.message
-        return f"{error.told}\n{error.hint}"
+        return f"{error.shown}\n{error.hint}"
     return ""
 
 

@@ -40,7 +40,7 @@ def told(path: Path, kind: Kind = "image") -> str:
             case "audio":
                 media.audio(one, 16000)
     assert str(path) in caught.value.message
-    return caught.value.told.replace(str(path), "FILE")
+    return caught.value.shown.replace(str(path), "FILE")
 
 
 def write_wave(path: Path, samples: np.ndarray, rate: int = 16000, num_channels: int = 1) -> Path:

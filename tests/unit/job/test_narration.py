@@ -42,7 +42,7 @@ def tell(clock: Clock) -> Tell:
 
     def tell(kind: str, **data: Any) -> list[logging.LogRecord]:
         records.clear()
-        narrator.tell(JOB, Event(kind, 0.0, data))
+        narrator.log_event(JOB, Event(kind, 0.0, data))
         return list(records)
 
     return tell

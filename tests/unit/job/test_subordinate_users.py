@@ -111,7 +111,7 @@ def test_their_lines_in_the_journal_are_those_of_one(holders: Holders) -> None:
             say(FIRST + number)
         assert len(lines.messages) == 2 * MAX_LINES
         now[0] += 100.0
-        quota.tell()
+        quota.report()
     finally:
         for logger in loggers:
             logger.removeHandler(lines)

@@ -48,7 +48,7 @@ def said(desk: Desk, name: str) -> str:
     wait_for(lambda: desk.answer(name) is not None, what=f"the answer to {name}")
     found = desk.answer(name)
     assert isinstance(found, Answer)
-    return found.said
+    return found.output
 
 
 def test_a_submitter_who_stops_their_commands_delays_nobody_else(slurm: Slurm) -> None:

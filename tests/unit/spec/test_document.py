@@ -236,9 +236,9 @@ def test_a_text_that_looks_like_an_alias_or_an_anchor_is_a_quote(text: str) -> N
     """An example is `*important*`: the text is shown to its owner alone, and shortened."""
     with pytest.raises(SpecError) as caught:
         parse(text.encode(), ".yaml")
-    assert "secret" in caught.value.told or "sss" in caught.value.told
+    assert "secret" in caught.value.shown or "sss" in caught.value.shown
     assert "secret" not in caught.value.message and "sss" not in caught.value.message
-    assert len(caught.value.told) < 400
+    assert len(caught.value.shown) < 400
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -38,15 +38,15 @@ def loads(data: dict[str, Any]) -> JobSpec:
 def refusal(data: dict[str, Any]) -> str:
     with pytest.raises(SpecError) as caught:
         loads(data)
-    return caught.value.told
+    return caught.value.shown
 
 
 @pytest.mark.parametrize("path", BAD_SPECS, ids=lambda path: path.name)
 def test_a_bad_spec_is_refused_in_these_words(path: Path) -> None:
     with pytest.raises(InvalidSpecError) as caught:
         jobfile.load(path)
-    assert caught.value.told + "\n" == path.with_name(f"{path.name}.expected").read_text(encoding="utf-8")
-    assert caught.value.told.splitlines() == [quote.show(str(problem)) for problem in caught.value.problems]
+    assert caught.value.shown + "\n" == path.with_name(f"{path.name}.expected").read_text(encoding="utf-8")
+    assert caught.value.shown.splitlines() == [quote.show(str(problem)) for problem in caught.value.problems]
 
 
 @pytest.mark.parametrize("path", [*EXAMPLES, *GOOD_SPECS], ids=lambda path: path.name)

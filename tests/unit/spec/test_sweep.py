@@ -78,7 +78,7 @@ def test_some_combinations_are_drawn_by_a_seed() -> None:
 def test_a_sweep_that_is_none_is_refused(asked: Any, told: str) -> None:
     with pytest.raises(SpecError) as caught:
         members(asked)
-    assert told in caught.value.told
+    assert told in caught.value.shown
 
 
 def test_a_date_and_a_value_without_keys_in_a_job_file_are_refused_in_words() -> None:

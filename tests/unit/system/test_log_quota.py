@@ -55,7 +55,7 @@ def test_the_lines_of_one_user_are_limited_and_what_is_left_out_is_counted(scene
     assert scene.say(1, job=2) == 2
     assert f"user {EVE}: 70 lines" in scene.journal.lines[-2]
     scene.now += PERIOD_SEC
-    scene.quota.tell()
+    scene.quota.report()
     assert "left out" not in scene.journal.lines[-1]
 
 

@@ -82,7 +82,7 @@ def test_a_path_in_a_row_is_told_unless_it_may_be_a_sentence() -> None:
 
 def test_an_error_has_its_quotes_as_evidence_and_in_neither_message_nor_hint() -> None:
     error = DatasetError(SENTENCE, hint=f"write {quote.mark('it')} so")
-    assert (error.message, error.evidence, error.told, error.hint) == (HIDDEN, SHOWN, SHOWN, "write … so")
+    assert (error.message, error.evidence, error.shown, error.hint) == (HIDDEN, SHOWN, SHOWN, "write … so")
     assert str(error) == HIDDEN
     assert error.as_dict() == {"code": "dataset_invalid", "message": HIDDEN, "hint": "write … so", "evidence": SHOWN}
     assert "evidence" not in DatasetError("it is gone").as_dict()
@@ -92,13 +92,13 @@ def test_an_error_that_another_process_wrote_down_keeps_its_evidence_and_its_pla
     again = from_dict(json.loads(json.dumps(DatasetError(SENTENCE).as_dict())))
     assert (type(again), again.message, again.evidence) == (DatasetError, HIDDEN, SHOWN)
     again.surround("datasets.0: ")
-    assert (again.message, again.told) == (f"datasets.0: {HIDDEN}", f"datasets.0: {SHOWN}")
+    assert (again.message, again.shown) == (f"datasets.0: {HIDDEN}", f"datasets.0: {SHOWN}")
 
 
 def test_an_error_that_is_made_of_another_quotes_what_that_quotes() -> None:
     for kind in BY_CODE.values():
         made = kind(f"datasets.0: {said(DatasetError(SENTENCE))}")
-        assert (made.message, made.told) == (f"datasets.0: {HIDDEN}", f"datasets.0: {SHOWN}")
+        assert (made.message, made.shown) == (f"datasets.0: {HIDDEN}", f"datasets.0: {SHOWN}")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_the_place_in_a_job_file_is_put_before_both_sentences() -> None:
     error = DatasetError(f"/srv/rows.jsonl: {SENTENCE}")
     locate(error, {"datasets": [{"path": "/srv/rows.jsonl"}]}, {("datasets", 0, "path"): 3})
     assert error.message == f"line 3: datasets.0.path: /srv/rows.jsonl: {HIDDEN}"
-    assert error.told == f"line 3: datasets.0.path: /srv/rows.jsonl: {SHOWN}"
+    assert error.shown == f"line 3: datasets.0.path: /srv/rows.jsonl: {SHOWN}"
     [fault] = faults(error)
     assert (fault["message"], fault["evidence"]) == (f"/srv/rows.jsonl: {HIDDEN}", f"/srv/rows.jsonl: {SHOWN}")
 
@@ -199,7 +199,7 @@ def test_what_the_check_of_a_job_file_stumbles_over_is_in_its_answer_and_not_in_
         f"sys.argv = ['preflight', '--root', {str(tmp_path / 'root')!r}]; preflight.main()\n"
     )
     asked = base64.b64encode(b"Who is Ann?").decode()
-    request = {"id": 7, "spec_name": "asked", "spec": asked, "config": {}}
+    request = {"id": 7, "spec_name": "asked", "spec": asked, "config": {}, "device": None, "uid": None, "earlier": {}}
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=json.dumps(request) + "\n",
@@ -294,5 +294,5 @@ def test_what_the_journal_does_not_quote_comes_behind_it_for_those_who_may_read_
 
 def test_an_internal_error_is_told_by_its_kind() -> None:
     error = InternalError(f"ValueError: {said(ValueError('Paris'))}")
-    assert (error.message, error.told) == ("ValueError: …", "ValueError: Paris")
+    assert (error.message, error.shown) == ("ValueError: …", "ValueError: Paris")
     assert isinstance(error, HonedError)

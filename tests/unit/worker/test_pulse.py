@@ -40,7 +40,7 @@ def pulse(systemd: socket.socket, clock: list[float]) -> tuple[Pulse, dict[str, 
 
 def test_a_worker_is_ready_at_its_first_stage_and_says_where_it_is(systemd: socket.socket, tmp_path: Path) -> None:
     told, _ = pulse(systemd, [0.0])
-    events = EventWriter(tmp_path / "events.jsonl", tell=told.report)
+    events = EventWriter(tmp_path / "events.jsonl", on_event=told.report)
     events.emit("started")
     events.emit("stage", stage="load")
     events.emit("stage", stage="train")

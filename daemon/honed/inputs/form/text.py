@@ -115,12 +115,12 @@ def _from_alpaca(row: Row, *, has_chat_template: bool) -> list[dict[str, Any]]:
 
 
 def _from_sharegpt(row: Row, *, has_chat_template: bool) -> list[dict[str, Any]]:  # noqa: ARG001
-    said = unpacked(next((row[key] for key in ("conversations", "conversation", "messages") if key in row), None))
-    if not isinstance(said, list):
-        raise RowError(f"`conversations` must be a list of turns, this is {kind_of(said)}")
+    listed = unpacked(next((row[key] for key in ("conversations", "conversation", "messages") if key in row), None))
+    if not isinstance(listed, list):
+        raise RowError(f"`conversations` must be a list of turns, this is {kind_of(listed)}")
     system = row.get("system")
     messages = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-    messages += [_sharegpt_turn(turn, n) for n, turn in enumerate(said, start=1)]
+    messages += [_sharegpt_turn(turn, n) for n, turn in enumerate(listed, start=1)]
     require_answer(messages)
     return [{"kind": "messages", "messages": messages, "tools": tools_of(row)}]
 

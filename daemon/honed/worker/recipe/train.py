@@ -32,7 +32,7 @@ def train(run: Run, start: Start, built: Built) -> dict[str, float]:
     try:
         trainer.train(resume_from_checkpoint=str(resumed.path) if resumed else None)
         figures = exam.end(trainer.model, trainer.state, trainer.final_step())
-        trainer.settle()
+        trainer.finish_save()
         trainer.check_stop()
     except (InterruptedRunError, TimeLimitError, DatasetError) as ended:
         # DatasetError: an image that has disappeared, on this rank alone; the others are agreed.
@@ -44,7 +44,7 @@ def train(run: Run, start: Start, built: Built) -> dict[str, float]:
         ranks.notice()  # what follows may take a while
         raise
     finally:
-        trainer.let_go()
+        trainer.finish_after_error()
         run.step = max(run.step, trainer.state.global_step)
         run.metrics |= _metrics(trainer.state, start.progress) | figures
         run.memory = built.memory.trained(trainer.model)

@@ -125,11 +125,11 @@ def _tokenizer(tokenizer: Any, model_path: Path) -> list[str]:
     """Return what the tokenizer does, as text: its settings, its backend or its files, and its own code."""
     # Its directory is named in the settings, and the same tokenizer may lie in two.
     settings = {name: value for name, value in tokenizer.init_kwargs.items() if name not in _PLACES}
-    said = [type(tokenizer).__qualname__, repr(tokenizer.special_tokens_map), repr(settings), *_code(tokenizer)]
+    facts = [type(tokenizer).__qualname__, repr(tokenizer.special_tokens_map), repr(settings), *_code(tokenizer)]
     if (backend := _backend(tokenizer)) is not None:
-        return [*said, hashlib.sha256(backend.to_str().encode()).hexdigest()]
+        return [*facts, hashlib.sha256(backend.to_str().encode()).hexdigest()]
     files = sorted(path for path in model_path.iterdir() if path.is_file() and not path.name.endswith(".safetensors"))
-    return [*said, *(f"{path.name} {_hash(path)}" for path in files if path.stat().st_size < _MAX_FILE_BYTES)]
+    return [*facts, *(f"{path.name} {_hash(path)}" for path in files if path.stat().st_size < _MAX_FILE_BYTES)]
 
 
 #: Settings of a tokenizer that name its files; their content counts.

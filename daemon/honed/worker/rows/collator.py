@@ -72,11 +72,11 @@ class Collator:
         """Return one row's tensors, truncated as in the data stage. Raises MediaChangedError if the row has changed."""
         import torch
 
-        ids, place = list(row["input_ids"]), row["source"]
+        ids, number = list(row["input_ids"]), row["source"]
         tensors = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([list(row["labels"])])}
-        if place < 0:
+        if number < 0:
             return tensors
-        source = self._sources[place]
+        source = self._sources[number]
         try:
             processed = self._processor.process(source.text, source.media)
         except HonedError as error:

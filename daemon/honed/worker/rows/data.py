@@ -50,7 +50,7 @@ class Rows:
     """Rows ready for training or evaluation."""
 
     table: Table
-    places: npt.NDArray[np.int64]  #: of these rows in the table
+    indices: npt.NDArray[np.int64]  #: of these rows in the table
     dataset: Any  #: datasets.Dataset with input_ids and labels; beside media, `source`: the number of a Source, or -1
     lengths: npt.NDArray[np.int32]  #: tokens of every row, as it is trained on
     kinds: frozenset[str]  #: of their examples
@@ -72,7 +72,7 @@ class Rows:
 
     @property
     def examples(self) -> Examples:
-        return Examples(self.table, self.places)
+        return Examples(self.table, self.indices)
 
     @property
     def num_tokens(self) -> int:
@@ -81,13 +81,13 @@ class Rows:
     @property
     def longest(self) -> int:
         """Tokens of the longest answer, as trained on."""
-        return int(self.table.column("longest")[self.places].max(initial=0))
+        return int(self.table.column("longest")[self.indices].max(initial=0))
 
     @cached_property
     def _hashes(self) -> npt.NDArray[np.int64]:
-        return self.table.column("hash")[self.places]
+        return self.table.column("hash")[self.indices]
 
-    def place(self, input_ids: Sequence[int]) -> int | None:
+    def find(self, input_ids: Sequence[int]) -> int | None:
         """Return the last row with these tokens; None if there is none."""
         matches = np.flatnonzero(self._hashes == hash(tuple(input_ids)))
         return int(matches[-1]) if len(matches) else None
@@ -103,8 +103,8 @@ class Rows:
             left = np.setdiff1d(left, pc.list_flatten(batch["input_ids"]).to_numpy())
         return [int(item) for item in left]
 
-    def is_truncated(self, place: int) -> bool:
-        return bool(self.table.column("whole")[self.places[place]] > self.lengths[place])
+    def is_truncated(self, index: int) -> bool:
+        return bool(self.table.column("whole")[self.indices[index]] > self.lengths[index])
 
 
 @dataclass(frozen=True)
@@ -224,21 +224,21 @@ def build(
     spec = assignment.spec
     maker, tables = _tables(assignment, chat, stop, load_processor, warn, is_ahead=is_ahead)
     is_evaluation = kind.of(spec).freezes_base
-    places, held_out = _divided(assignment, tables)
+    indices, held_out = _divided(assignment, tables)
     max_length, media, num_answers = spec.training.cut_at, maker.media, forms.of(kind.of(spec).form).num_answers
     further = [*(["source"] if media is not None else []), *(["answers"] if num_answers > 1 else [])]
-    train = select(tables[0], places, max_length, further)
+    train = select(tables[0], indices, max_length, further)
     evaluated = train if is_evaluation else None
     if len(held_out) and not is_evaluation:
         evaluated = select(tables[-1], held_out, max_length, further)
     both = _each_once(train, evaluated)
     _check_silenced(both)
-    _check_left(train, evaluated, len(places), len(held_out), spec)
+    _check_left(train, evaluated, len(indices), len(held_out), spec)
     train = replace(train, first_segments=chat.encode(train.examples[0]).truncate(max_length).segments())
     evaluated = train if is_evaluation else evaluated
-    trained = Census() if is_evaluation else census_of(tables[0], places)
+    trained = Census() if is_evaluation else census_of(tables[0], indices)
     measured = census_of(tables[-1], held_out)
-    digests = [item.column("digest")[some] for item, some in ((tables[0], places), (tables[-1], held_out))]
+    digests = [item.column("digest")[some] for item, some in ((tables[0], indices), (tables[-1], held_out))]
     num_in_both = 0 if is_evaluation else int(np.isin(digests[1], digests[0]).sum())
     train_counts = () if is_evaluation else tables[0].counts
     eval_counts = tables[-1].counts if spec.eval_datasets else ()
@@ -287,7 +287,7 @@ def build(
         trained,
         measured,
         num_in_both,
-        None if evaluated is None else group.of(tables[-1], evaluated.places, spec.eval_datasets or spec.datasets),
+        None if evaluated is None else group.of(tables[-1], evaluated.indices, spec.eval_datasets or spec.datasets),
     )
 
 
@@ -316,18 +316,18 @@ def _tables(
 
 
 def _divided(assignment: Assignment, tables: Sequence[Table]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the places of the rows to train on in the first table, and of those held out in the last."""
+    """Return the indices of the rows to train on in the first table, and of those held out in the last."""
     spec = assignment.spec
-    places = np.arange(len(tables[0]))
+    indices = np.arange(len(tables[0]))
     if spec.eval_datasets:
-        return places, np.arange(len(tables[-1]))
+        return indices, np.arange(len(tables[-1]))
     if not spec.eval_split:
-        return places, places[:0]
+        return indices, indices[:0]
     first_of = _firsts(tables[0].column("digest"))
-    held = dataset.hold_out(len(places), spec.eval_split, assignment.seed, first_of=first_of)
-    is_held: npt.NDArray[np.bool_] = np.zeros(len(places), bool)
+    held = dataset.hold_out(len(indices), spec.eval_split, assignment.seed, first_of=first_of)
+    is_held: npt.NDArray[np.bool_] = np.zeros(len(indices), bool)
     is_held[list(held)] = True
-    return places[~is_held], places[is_held]
+    return indices[~is_held], indices[is_held]
 
 
 def _check_left(train: Rows, evaluated: Rows | None, num_read: int, num_held_out: int, spec: JobSpec) -> None:
@@ -351,22 +351,22 @@ def _each_once(train: Rows, held_out: Rows | None) -> list[Rows]:
     return [train] if held_out is None or held_out is train else [train, held_out]
 
 
-def select(table: Table, places: npt.NDArray[np.int64], max_length: int | None, further: Sequence[str]) -> Rows:
-    """Return the rows of a table at these places that can be trained on, with reports on those that cannot."""
-    fates, whole, lengths = (table.column(name)[places] for name in ("fate", "whole", "length"))
-    kept = places[fates == Fate.KEPT]
-    is_cut: npt.NDArray[np.bool_] = np.zeros(len(places), bool)
+def select(table: Table, indices: npt.NDArray[np.int64], max_length: int | None, further: Sequence[str]) -> Rows:
+    """Return the rows of a table at these indices that can be trained on, with reports on those that cannot."""
+    fates, whole, lengths = (table.column(name)[indices] for name in ("fate", "whole", "length"))
+    kept = indices[fates == Fate.KEPT]
+    is_cut: npt.NDArray[np.bool_] = np.zeros(len(indices), bool)
     if max_length is not None:
         is_cut = (whole > lengths) & (fates == Fate.KEPT) | (whole > max_length) & (fates == Fate.CUT_OFF)
 
     def remarks(fate: Fate, number: int) -> list[Remark]:
-        return [table.remark(int(place)) for place in places[fates == fate][:number]]
+        return [table.remark(int(index)) for index in indices[fates == fate][:number]]
 
-    dropped = places[fates != Fate.KEPT][:1]
+    dropped = indices[fates != Fate.KEPT][:1]
     silenced = remarks(Fate.SILENCED, 1)
     lost, mismatches = Tally(), Mismatches()
-    for place in map(int, kept[table.remarked[kept]]):
-        remark, example = table.remark(place), table.example(place)
+    for index in map(int, kept[table.remarked[kept]]):
+        remark, example = table.remark(index), table.example(index)
         lost.add(where(example), remark.omitted, example)
         mismatches.add(where(example), remark.mismatch, example)
     kinds = np.unique(table.column("kind")[kept])
@@ -379,7 +379,7 @@ def select(table: Table, places: npt.NDArray[np.int64], max_length: int | None, 
         num_trained_tokens=int(table.column("trained")[kept].sum()),
         num_truncated=int(is_cut.sum()),
         longest_uncut=int(whole.max(initial=0)),
-        num_dropped=len(places) - len(kept),
+        num_dropped=len(indices) - len(kept),
         num_cut_off=int((is_cut & (fates == Fate.CUT_OFF)).sum()),
         first_dropped=table.remark(int(dropped[0])).reason if len(dropped) else "",
         num_broken=int((fates == Fate.BROKEN).sum()),
@@ -393,28 +393,27 @@ def select(table: Table, places: npt.NDArray[np.int64], max_length: int | None, 
     )
 
 
-def _selected(dataset: Any, places: npt.NDArray[np.int64]) -> Any:
-    """Return the rows at these places; of a whole dataset itself, which is read faster."""
-    is_whole = len(places) == len(dataset) and bool((places == np.arange(len(places))).all())
-    return dataset if is_whole else dataset.select(places)
+def _selected(dataset: Any, indices: npt.NDArray[np.int64]) -> Any:
+    """Return the rows at these indices; of a whole dataset itself, which is read faster."""
+    is_whole = len(indices) == len(dataset) and bool((indices == np.arange(len(indices))).all())
+    return dataset if is_whole else dataset.select(indices)
 
 
-def census_of(table: Table, places: npt.NDArray[np.int64]) -> Census:
-    """Return the counts of the rows at these places, whether they can be trained on or not."""
-    digests, orders = table.column("digest")[places], table.column("order")[places]
+def census_of(table: Table, indices: npt.NDArray[np.int64]) -> Census:
+    """Return the counts of the rows at these indices, whether they can be trained on or not."""
+    digests, orders = table.column("digest")[indices], table.column("order")[indices]
     codes, firsts, numbers = np.unique(orders, return_index=True, return_counts=True)
-    made = Census(num_rows=len(places), num_twice=len(places) - len(np.unique(digests)))
+    made = Census(num_rows=len(indices), num_twice=len(indices) - len(np.unique(digests)))
     for first, number, order in sorted(zip(firsts.tolist(), numbers.tolist(), codes.tolist(), strict=True)):
         if (odd := record.ORDERS[order]) is not None:
             made.orders[odd] = number
-            made.firsts[odd] = where(table.example(int(places[first])))
+            made.firsts[odd] = where(table.example(int(indices[first])))
     return made
 
 
 def _firsts(digests: npt.NDArray[np.uint64]) -> list[int]:
-    """Return per row the place of the first one with the same digest."""
-    _, index, inverse = np.unique(digests, return_index=True, return_inverse=True)
-    return index[inverse].tolist()
+    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    return first[inverse].tolist()
 
 
 def _hint(rows: Rows) -> str:
@@ -449,12 +448,14 @@ def few(rows: Rows, *, size: int, seed: int, num_tokens: int | None = None) -> R
     The batch has `size` rows, or `num_tokens` tokens where rows are packed. Each row comes once before any comes again.
     """
     longest = int(rows.lengths.argmax())
-    others = [place for place in range(len(rows.lengths)) if place != longest]
+    others = [index for index in range(len(rows.lengths)) if index != longest]
     chosen = sorted([longest, *random.Random(seed).sample(others, min(NUM_ROWS - 1, len(others)))])
     if num_tokens is not None:
         size = num_tokens * len(chosen) // int(rows.lengths[chosen].sum())
-    places = (chosen * -(-size // len(chosen)))[: max(size, len(chosen))]
-    return replace(rows, places=rows.places[places], dataset=rows.dataset.select(places), lengths=rows.lengths[places])
+    indices = (chosen * -(-size // len(chosen)))[: max(size, len(chosen))]
+    return replace(
+        rows, indices=rows.indices[indices], dataset=rows.dataset.select(indices), lengths=rows.lengths[indices]
+    )
 
 
 def lengths(tokens: npt.NDArray[np.int32]) -> dict[str, int | list[int]]:
@@ -470,7 +471,7 @@ def check_ids(data: Data, tokenizer: Any, num_embeddings: int, base_model_path: 
     """
     used = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id} - {None}
     for rows in (data.train, data.held_out):
-        used |= {int(rows.table.column("max_id")[rows.places].max())} if rows is not None else set()
+        used |= {int(rows.table.column("max_id")[rows.indices].max())} if rows is not None else set()
     if max(used) >= num_embeddings:
         token = quote.mark(repr(tokenizer.convert_ids_to_tokens(max(used))))
         raise ModelError(
@@ -495,7 +496,6 @@ def _counts(count: dataset.Counts) -> dict[str, int]:
 
 
 def _stamps(files: Sequence[Path]) -> list[tuple[int, ...]]:
-    """Return what changes with a file's content."""
     infos = [file.stat() for file in files]
     return [(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns) for info in infos]
 

@@ -47,20 +47,20 @@ class Groups:
         """Return the groups of an example."""
         return frozenset(_groups(example.dataset_index, self.tags.intersection(example.tags), self.datasets))
 
-    def places(self, name: str) -> list[int]:
+    def indices(self, name: str) -> list[int]:
         """Return the rows of a group."""
         kinds = [code for code, groups in enumerate(self.kinds) if name in groups]
-        return [int(place) for place in np.flatnonzero(np.isin(self.codes, kinds))]
+        return [int(index) for index in np.flatnonzero(np.isin(self.codes, kinds))]
 
 
-def of(table: Table, places: npt.NDArray[np.int64], datasets: Sequence[DatasetSpec]) -> Groups:
-    """Return the groups of the rows of a table at these places; `datasets` are those that the table was read from."""
-    numbers, hashes = table.column("dataset")[places], table.column("tags")[places]
-    pairs = np.empty(len(places), [("dataset", numbers.dtype), ("tags", hashes.dtype)])
+def of(table: Table, indices: npt.NDArray[np.int64], datasets: Sequence[DatasetSpec]) -> Groups:
+    """Return the groups of the rows of a table at these indices; `datasets` are those that the table was read from."""
+    numbers, hashes = table.column("dataset")[indices], table.column("tags")[indices]
+    pairs = np.empty(len(indices), [("dataset", numbers.dtype), ("tags", hashes.dtype)])
     pairs["dataset"], pairs["tags"] = numbers, hashes
     distinct, firsts, codes, counts = np.unique(pairs, return_index=True, return_inverse=True, return_counts=True)
     tagged = [
-        table.example(int(places[first])).tags if pair["tags"] else ()
+        table.example(int(indices[first])).tags if pair["tags"] else ()
         for pair, first in zip(distinct, firsts, strict=True)
     ]
     names = _names(datasets) if len(set(numbers.tolist())) > 1 else ()

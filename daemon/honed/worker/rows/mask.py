@@ -66,16 +66,16 @@ def _check_row(
     is_packed: bool,
 ) -> None:
     input_ids = [token for ids, _ in answers for token in ids]
-    place = rows.place(input_ids)
-    if place is None and is_packed:  # packing that splits rows: a piece is no whole turn
+    index = rows.find(input_ids)
+    if index is None and is_packed:  # packing that splits rows: a piece is no whole turn
         return
-    if place is None:
+    if index is None:
         raise MaskError(
             f"a batch contains tokens that belong to no row: {quote.mark(repr(chat.tokens.decode(input_ids)[:200]))}",
             hint=_HINT,
         )
-    row, is_truncated, start = rows.dataset[place], rows.is_truncated(place), 0
-    for (ids, labels), example in zip(answers, rows.examples[place].answers, strict=True):
+    row, is_truncated, start = rows.dataset[index], rows.is_truncated(index), 0
+    for (ids, labels), example in zip(answers, rows.examples[index].answers, strict=True):
         # The first token is never predicted; packing masks it for its own reasons.
         trained = [row["labels"][start], *labels[1:]]
         chat.check_trained(ids, trained, example, is_truncated=is_truncated, placeholder_ids=forbidden)

@@ -1,6 +1,6 @@
 """The processor of a vision or audio model: from a rendered row and its media to token ids and tensors.
 
-Nothing here depends on a family. The text that a processor writes in place of an image is taken from its call of its
+Nothing here depends on a family. The text that a processor writes instead of an image is taken from its call of its
 tokenizer, which a stand-in records.
 """
 
@@ -98,7 +98,7 @@ class Processor:
         if expanded is None:
             raise ModelError(
                 f"{type(self.processor).__name__} does not insert an image's tokens before it tokenizes a row, so "
-                "trained and masked tokens cannot be told apart",
+                "trained and masked tokens cannot be distinguished",
                 hint="train this model only on text rows, or use a transformers 5 processor",
             )
         for name, value in tensors.items():

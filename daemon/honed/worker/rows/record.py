@@ -198,8 +198,8 @@ def _hash(tags: tuple[str, ...]) -> int:
 
 
 def reason(example: Example, error: DatasetError) -> str:
-    place = where(example)
-    return error.said if error.said.startswith(place) else f"{place}: {error.said}"
+    origin = where(example)
+    return error.said if error.said.startswith(origin) else f"{origin}: {error.said}"
 
 
 def cut_to(whole: Encoded | DatasetError, max_length: int | None) -> Encoded | DatasetError:

@@ -60,11 +60,11 @@ class Table:
         """Return a number of every row."""
         return np.concatenate([np.zeros(0, NUMBERS[name]), *(c.to_numpy() for c in self._rows[name].chunks)])
 
-    def example(self, place: int) -> Example:
-        return record.unpacked(self._rows["example"][place].as_py())
+    def example(self, index: int) -> Example:
+        return record.unpacked(self._rows["example"][index].as_py())
 
-    def remark(self, place: int) -> Remark:
-        blob = self._rows["remark"][place].as_py()
+    def remark(self, index: int) -> Remark:
+        blob = self._rows["remark"][index].as_py()
         return Remark() if blob is None else record.remark_of(blob)
 
     @cached_property
@@ -83,11 +83,11 @@ class Table:
 class Examples(Sequence[Example]):
     """The examples of some rows of a table, each read when it is asked for."""
 
-    def __init__(self, table: Table, places: npt.NDArray[np.int64]) -> None:
-        self._table, self._places = table, places
+    def __init__(self, table: Table, indices: npt.NDArray[np.int64]) -> None:
+        self._table, self._indices = table, indices
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -95,11 +95,11 @@ class Examples(Sequence[Example]):
     def __getitem__(self, index: slice) -> Examples: ...
     def __getitem__(self, index: int | slice) -> Example | Examples:
         if isinstance(index, slice):
-            return Examples(self._table, self._places[index])
-        return self._table.example(int(self._places[index]))
+            return Examples(self._table, self._indices[index])
+        return self._table.example(int(self._indices[index]))
 
     def __iter__(self) -> Iterator[Example]:
-        return (self._table.example(int(place)) for place in self._places)
+        return (self._table.example(int(index)) for index in self._indices)
 
 
 @dataclass
@@ -155,7 +155,7 @@ class Writer:
         tree.remove(self._new)
 
     def finish(self, counts: Sequence[Counts], name: str) -> Table:
-        """Close the entry, put it in its place under this name, and open it."""
+        """Close the entry, move it to this name, and open it."""
         for stream in (self._tokens, self._rows):
             stream.close()
         for file in self._files.values():

@@ -80,7 +80,7 @@ def choose(
     """Choose the same examples for the whole life of a job, in every attempt: of `group` if one is named, and with
     `evenly` as many of every data set, as far as it has them.
     """
-    among = groups.places(group) if groups is not None and group else range(len(examples))
+    among = groups.indices(group) if groups is not None and group else range(len(examples))
     indices = random.Random(seed).sample(among, min(num_samples, len(among)))
     if evenly and groups is not None and len(groups.datasets) > 1:
         by_dataset: dict[int, list[int]] = {}
