@@ -134,8 +134,9 @@ def gather(spool: Spool, layout: Layout, job: Job) -> Story:
 
 
 def _curves(path: Path, job_id: int) -> dict[str, Curve]:
-    all_names = dict.fromkeys(itertools.chain((*STEP_METRICS, "eval_loss"), history.names(path, job_id)))
-    names = list(itertools.islice(all_names, MAX_CURVES))
+    first = (*STEP_METRICS, "eval_loss")
+    others = (name for name in history.names(path, job_id) if name not in first)
+    names = [*first, *itertools.islice(others, MAX_CURVES - len(first))]  # a worker may have named very many more
     share = MAX_ALL_STRETCHES // (len(names) - len(STEP_METRICS)) // 2 * 2  # two of them become one
     most = {name: MAX_STRETCHES if name in STEP_METRICS else min(MAX_EVALUATIONS, share) for name in names}
     curves = {name: curve for name in names if (curve := _curve(path, job_id, name, most[name])).num}

@@ -7,6 +7,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,9 +127,17 @@ def test_more_metrics_than_a_page_has_leave_the_loss_on_it(database: Database, m
     many = {f"a{number}": 1.0 for number in range(50)}
     tell(database, Event("evaluation", 1.0, {"step": 1, "metrics": {**many, "eval_loss": 1.0}}))
     tell(database, Event("step", 1.0, {"step": 1, "loss": 1.0}))
+    read, pages = history._page, list[str]()
+
+    def counted(path: Path, sql: str, *arguments: Any, **keys: Any) -> list[Any]:
+        pages.append(sql)
+        return read(path, sql, *arguments, **keys)
+
+    monkeypatch.setattr(history, "_page", counted)
     found = told(database)
     assert {"loss", "eval_loss", "a0"} <= set(found.curves)
     assert len(found.curves) <= 8
+    assert len(pages) < 50  # the others' names are not even read
 
 
 def test_of_more_metrics_than_a_page_has_it_reads_but_its_own_and_the_result_s(
