@@ -17,7 +17,7 @@ from honed.spec.spec import JobSpec
 from honed.system.error import ClusterRefusedError, EnvironmentInvalidError, NotPermittedError, SpecError
 from honed.system.layout import Layout
 
-#: Seconds for which an answer holds: jobs of a sweep are alike, and a controller that is down is not asked by each.
+#: Seconds for which an answer holds: jobs of a sweep are alike, and a controller that is down is asked once.
 ANSWER_SEC = 60.0
 _answers: dict[tuple[str, ...], tuple[float, str, bool]] = {}
 

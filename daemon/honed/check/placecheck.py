@@ -226,7 +226,7 @@ def host_parts(made: Plan) -> dict[str, int]:
     """Return the host memory that the ranks of one machine need, in bytes.
 
     The first encodes the rows; each keeps a number for each of them. Weights go from the mapped files to the devices
-    piece by piece, except under fsdp: there each rank loads the whole model first, and divides it then. 4-bit ones are
+    piece by piece, except under fsdp: there every rank loads the whole model first, and divides it then. 4-bit ones are
     made on the devices.
     """
     ranks, rows = made.parallel.ranks_per_node, made.rows

@@ -169,7 +169,7 @@ def check(job_spec: JobSpec, model: BaseModelInfo) -> list[str]:
 
 
 def _check_parts(job_spec: JobSpec, modules: Modules, where: str) -> None:
-    """Check that each expression of `parts` names a module, and that each part which full fine-tuning trains exists."""
+    """Check that all expressions of `parts` name modules, and that all parts which full fine-tuning trains exist."""
     for kind, text in job_spec.parts.patterns.items():
         pattern = re.compile(text)
         if not any(modality.is_within(name, pattern) for name in modules.all):

@@ -102,7 +102,8 @@ def _verdict(instance: Instance, job: Shown) -> Edited:
         verdict: Edited = instance.ask("edited", id=str(job["id"]))
     except EnvironmentInvalidError as error:
         raise EnvironmentInvalidError(
-            "honed ended before it told what became of the edit: what is not settled it takes up when it runs again",
+            "honed ended before it reported what became of the edit; when it runs again, it completes one that is not "
+            "settled",
             hint=f"honectl show {job['id']}",
         ) from error
     return verdict

@@ -251,7 +251,7 @@ class Arrivals:
     def submit(self, name: str, data: bytes, uid: int) -> Claim:
         """Store a submitted job file under a new number. The rename to its final name is the commit: a crash before it
         leaves nothing that counts. Raises SpecError if the name is not a valid job file name, and NotPermittedError
-        for a user whom the machine does not know: each of them would have room for as many files as a person.
+        for a user whom the machine does not know: every one of them would have room for as many files as a person.
         """
         _check_name(name)
         if self._has_workers_user:

@@ -3,9 +3,9 @@
     entries ── each change ──► Counters ◄── each rejection ── rejected/
                                   └── at most every few seconds ──► counters.json ──► honed-web, honectl metrics
 
-The file also records how far each job was counted. After a crash the difference to the entries is counted, so each of
+The file also records how far every job was counted. After a crash the difference to the entries is counted, so each of
 these is counted exactly once, whatever kills honed: a job's acceptance, its first start, the end of every attempt with
-its outcome, device time, written bytes, fallback, resumption and adjustment, and each time that it finishes. Only what
+its outcome, device time, written bytes, fallback, resumption and adjustment, and every time that it finishes. Only what
 is in the file is published, so no value ever decreases; a prune or a rebuilt honed.db changes nothing.
 
 A rejection is counted once, by the number in its `.reason`. Not exact: one whose `.reason` is removed between a crash

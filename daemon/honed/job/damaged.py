@@ -1,5 +1,5 @@
 """Damaged items of the spool: one that cannot be read, or is not what honed makes there, holds up no other. And damaged
-files of honed's own state: each is begun anew, and kept beside for a person.
+files of honed's own state: all are begun anew, and kept beside for a person.
 
     counters.json ──► counters.json.damaged (.damaged-2, …)
 """

@@ -7,7 +7,7 @@
     offsets                bytes of every attempt's events.jsonl that were read; of attempt 0, see pending.py
     *_v1                   views for other tools, see views.py
 
-An attempt's events and its offset change in one transaction, so each line counts once even if the daemon crashes.
+An attempt's events and its offset change in one transaction, so a line counts once even if the daemon crashes.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class _Files:
         if aside.is_dir() or self._path.is_dir():  # one cannot replace the other
             more = (aside.with_name(f"{aside.name}-{number}") for number in itertools.count(2))
             names = itertools.chain((aside,), more)
-            aside = next(each for each in names if not os.path.lexists(each))
+            aside = next(name for name in names if not os.path.lexists(name))
         log.error("%s: %s; moved to %s and rebuilt", self._path, why, aside.name, extra=about(message=DATABASE_DAMAGED))
         self.remove_journal()
         self._path.rename(aside)
@@ -616,7 +616,7 @@ class Reader:
         return {number: progress_of(json.loads(text)) for number, text in self._rows(sql, *job_ids)}
 
     def overview(self, num_jobs: int, queue: Sequence[int] = ()) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """Return the first `num_jobs` jobs of each group in list order, and the number of jobs in each state. `queue`:
+        """Return the first `num_jobs` jobs per group in list order, and the number of jobs per state. `queue`:
         the first queued jobs in their order; the others follow by priority and number."""
         numbers = ", ".join(map(str, queue))
         place = {number: place for place, number in enumerate(queue)}

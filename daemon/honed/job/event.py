@@ -105,7 +105,7 @@ def has_begun(path: Path) -> bool:
 
 
 class EventWriter:
-    """The worker's side: each event is one `write` to a descriptor opened for appending."""
+    """The worker's side: an event is one `write` to a descriptor opened for appending."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class EventWriter:
         clock: Callable[[], float] = time.time,
         on_event: Callable[[str, Mapping[str, Any]], None] = lambda _kind, _data: None,
     ) -> None:
-        """Open the file; each event is also passed to `on_event` once it is written."""
+        """Open the file; every event is also passed to `on_event` once it is written."""
         self._on_event = on_event
         self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._clock = clock

@@ -197,7 +197,7 @@ def events(path: Path, job_id: int, kinds: Iterable[str]) -> Iterator[dict[str, 
 
 
 def newest_events(path: Path, job_id: int, first: Iterable[str], *, max_chars: int) -> list[dict[str, Any]]:
-    """Return the newest events of each kind, in the order of arrival: those of the kinds `first` before those of others
+    """Return the newest events per kind, in the order of arrival: those of the kinds `first` before those of others
     while their texts have room."""
     kinds = [*first, *(kind for kind in itertools.islice(_kinds(path, job_id), MAX_KINDS) if kind not in first)]
     newest: dict[int, tuple[int, str, str, str]] = {}

@@ -389,7 +389,7 @@ class Job:
         return job
 
 
-#: Keys whose few values many attempts, and many jobs, share; in memory each value is there once.
+#: Keys whose few values many attempts, and many jobs, share; in memory every value is there once.
 _SHARED = ("backend", "outcome", "device", "boot_id")
 _SHARED_OF_JOB = ("name", "outcome", "model")
 

@@ -23,7 +23,7 @@ from honed.job.job import Adjustment
 from honed.job.plan_file import Memory
 from honed.spec import kind
 
-#: Default number of prompts per batch; the second for images, videos or sounds, each of which may have thousands of
+#: Default number of prompts per batch; the second for images, videos or sounds, any of which may have thousands of
 #: tokens.
 PREDICTION_BATCH_SIZE, MEDIA_PREDICTION_BATCH_SIZE = 16, 4
 #: Default number of examples to predict.

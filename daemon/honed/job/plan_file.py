@@ -44,7 +44,7 @@ class Precision:
     adapter_dtype: str | None  #: of every trainable parameter beside a frozen base; None for full fine-tuning
     quantization: str  #: none, 4bit, 8bit
     attn_implementation: str
-    reasons: dict[str, str]  #: why, for each of these fields
+    reasons: dict[str, str]  #: why, per field
     warnings: tuple[str, ...] = ()
     #: In full fine-tuning: float32, compensated or none; None for adapters.
     master_weights: str | None = None
@@ -76,7 +76,7 @@ class Memory:
     tower_bytes: int = 0  #: part of the activations that vision and audio encoders take
     paged_bytes: int = 0  #: part of the optimizer's states that the device may move to main memory
     exchange_bytes: int = 0  #: buffers of several GPUs: gradients under way (ddp), gathered layers (fsdp)
-    num_ranks: int = 1  #: devices; all figures are for each of them
+    num_ranks: int = 1  #: devices; all figures are for one of them
 
     @property
     def total_bytes(self) -> int:

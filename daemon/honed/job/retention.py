@@ -193,7 +193,7 @@ class Wish:
         try:
             limits = Limits(*(_figure(arguments.get(key)) for key in ("older_than_sec", "keep", "max_bytes")))
             return cls(
-                tuple(dict.fromkeys(str(item) for item in arguments.get("ids") or ())),  # each is looked up
+                tuple(dict.fromkeys(str(item) for item in arguments.get("ids") or ())),  # every one is looked up
                 limits,
                 frozenset(State(item) for item in arguments.get("states") or ()),
                 bool(arguments.get("checkpoints")),

@@ -9,7 +9,7 @@
 
 Only honed writes here. A worker encodes into its job's directory (see worker/rows/cache.py) and reports the entry by an
 event; honed links its files, and removes the job's own once it has succeeded. Workers read the directory of their
-submitter, the only one in their unit's view, and compare each file with its hash. A job with code of its own takes no
+submitter, the only one in their unit's view, and compare every file with its hash. A job with code of its own takes no
 part: it could write rows that another job reads.
 
 An entry is removed with the last job that used it, and sooner if the entries of all users exceed the limit: then it is

@@ -1,4 +1,4 @@
-"""What each user has in claimed/ that came over the control socket: it is on honed's disk, outside of their quota."""
+"""What every user has in claimed/ that came over the control socket: it is on honed's disk, outside of their quota."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 class Submitted:
     """The numbers and sizes of files that are neither jobs nor rejected yet, by user.
 
-    Those that are gone are only looked for when there seems to be no room: a listing at each submission would cost more
+    Those that are gone are only looked for when there seems to be no room: a listing per submission would cost more
     the more files wait.
     """
 

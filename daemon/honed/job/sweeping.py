@@ -4,7 +4,7 @@
     sweeps/<id>/<n>.<uid>/      a job file on its way to claimed/<n>.<uid>/, as if the user had submitted it
 
 The rename of `.<id>.new` to `<id>` is the commit: before it nothing has happened, and the sweep is checked again after
-a crash; from it on, each of the files is moved into claimed/ by a rename of its own, then the sweep's own file is
+a crash; from it on, every file is moved into claimed/ by a rename of its own, then the sweep's own file is
 removed, and then the empty directory. `recover` goes on from any point: what is in sweeps/<id>/ is not in claimed/ yet.
 """
 

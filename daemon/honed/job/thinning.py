@@ -133,7 +133,7 @@ class Thinning:
                 sizes.metric_rows -= gone
                 num_gone += gone
                 yield
-        if not num_gone:  # each of very many metrics has but a few rows: they are no course of anything
+        if not num_gone:  # one of very many metrics has but a few rows: they are no course of anything
             sql = (
                 "DELETE FROM metrics WHERE rowid IN (SELECT rowid FROM metrics WHERE job_id = ? ORDER BY name LIMIT ?)"
             )

@@ -222,7 +222,7 @@ def _bytes(line: _Line) -> bytes:
 
 
 def _parsed(lines: list[bytes]) -> Iterator[_Line | None]:
-    """Yield what each line says, None for a damaged one; whole files are parsed at once, in half the time."""
+    """Yield what a line says, None for a damaged one; whole files are parsed at once, in half the time."""
     items: Iterable[Any]
     try:
         whole = json.loads(b"[" + b",".join(lines) + b"]")

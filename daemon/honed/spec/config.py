@@ -480,7 +480,7 @@ class SlurmConfig(_Section):
         return self.model_copy(update={**own, "profiles": {}})
 
     def devices(self) -> list[Device]:
-        """Return a place for each job that may be handed over, as a device: Slurm chooses the real ones."""
+        """Return a place per job that may be handed over, as a device: Slurm chooses the real ones."""
         if not self.gpu_bytes and not any(profile.gpu_bytes for profile in self.profiles.values()):
             return [device.cpu()]
         slot = functools.partial(
@@ -565,7 +565,7 @@ class Config(_Section):
 
     @property
     def outdated(self) -> tuple[str, ...]:
-        """A warning for each key in `setting.GONE` that the files have."""
+        """A warning per key in `setting.GONE` that the files have."""
         return self._outdated
 
 

@@ -227,7 +227,7 @@ def _evaluating(spec: JobSpec) -> Fix:
     return fix | ({"training.eval_strategy": "epoch"} if "eval_strategy" in given or not fix else {})
 
 
-#: Keys that control when checkpoints are written. If neither is set and the best one is wanted, each evaluation writes
+#: Keys that control when checkpoints are written. If neither is set and the best one is wanted, every evaluation writes
 #: one.
 _SAVES = {"save_strategy", "save_steps"}
 
@@ -330,7 +330,7 @@ def _best(spec: JobSpec) -> Iterator[Finding]:
     if not training.load_best_model_at_end or spec.eval_strategy == "no" or training.save_strategy == "best":
         return
     if not training.model_fields_set & _SAVES:
-        return  # each evaluation writes a checkpoint
+        return  # every evaluation writes a checkpoint
     path: KeyPath = ("training", "load_best_model_at_end")
     if training.save_strategy != spec.eval_strategy:
         is_asked = "eval_strategy" in training.model_fields_set or training.save_strategy == "no"

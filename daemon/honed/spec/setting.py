@@ -29,7 +29,7 @@ def lines_of(text: str) -> dict[KeyPath, int]:
 
 
 def take_gone(data: Mapping[str, Any], text: str) -> list[Problem]:
-    """Remove the keys in `GONE`, and return a problem for each."""
+    """Remove the keys in `GONE`, and return a problem per key."""
     gone = []
     for key, instead in GONE.items():
         section, name = key.split(".")

@@ -4,7 +4,7 @@ needed.
     TrainingSpec   the fields that a spec may set, with SFTConfig's own defaults
     OWNED          the fields that honed sets itself, each with the key or the reason
 
-A test compares both with the installed SFTConfig: each of its fields is in exactly one of them.
+A test compares both with the installed SFTConfig: every field is in exactly one of them.
 """
 
 from __future__ import annotations
