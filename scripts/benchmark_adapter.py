@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import demonstration
+import plan_document
 
 from honed.system.personpath import PersonPath
 
@@ -103,15 +104,7 @@ def job(root: Path, task: str, dtype: str, seed: int, steps: int) -> Path:
     info = basemodel.inspect(root / "model")
     planned = plan.make(parsed, info, cpu(), config=Config(), installed=installed.look())
     choices = planned.as_dict()["precision"] | {"adapter_dtype": dtype}
-    content = {
-        "job": {"id": 1, "name": directory.name, "user_id": "0"},
-        "spec": parsed.model_dump(mode="json"),
-        "base_model_path": str(root / "model"),
-        "output_dir": str(directory / "output"),
-        **planned.as_dict(),
-        "precision": choices,
-    }
-    (directory / "plan.json").write_text(json.dumps(content))
+    plan_document.write(directory, parsed, planned, precision=choices)
     return directory
 
 

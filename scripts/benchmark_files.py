@@ -25,6 +25,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import plan_document
+
 #: What is measured of a job with large files: its name, module, class and function. Resumes are of three parts.
 PARTS = (
     ("load of the base", "honed.worker.model.load", "", "load"),
@@ -126,14 +128,7 @@ def plan(directory: Path, keys: dict[str, Any]) -> None:
     parsed = jobfile.validate({"backend": "transformers", "predictions": {"sample_frequency": "off"}, **keys})
     model = Path(keys["base_model"])
     planned = plan.make(parsed, basemodel.inspect(model), cpu(), config=Config(), installed=installed.look())
-    content = {
-        "job": {"id": 1, "name": "job", "user_id": "0"},
-        "spec": parsed.model_dump(mode="json"),
-        "base_model_path": str(model),
-        "output_dir": str(directory / "output"),
-        **planned.as_dict(),
-    }
-    (directory / "plan.json").write_text(json.dumps(content))
+    plan_document.write(directory, parsed, planned)
 
 
 # --- pairs ------------------------------------------------------------------------------------------------------------

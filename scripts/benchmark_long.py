@@ -341,7 +341,7 @@ class Process:
         if side == "honed":
             held_out = [{"path": str(root / "held-out.jsonl")}] if case.evaluates else []
             keys = {**case.keys, "eval_datasets": held_out}
-            self._output = job(root, f"long{number}", keys)
+            self._output = job(root, keys)
             command += [str(self._output), str(self._found_path)]
         else:
             self._output.mkdir()

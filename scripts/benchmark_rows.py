@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import plan_document
+
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 VOCAB_SIZE = 8000
 #: With the tags that TRL needs for a mask of the assistant's turns; honed needs none.
@@ -120,17 +122,10 @@ def honed_side(directory: Path, path: Path, num_processes: int) -> None:
     planned = plan.make(
         spec, basemodel.inspect(directory / "model"), cpu(), config=Config(), installed=installed.look()
     )
-    contents = {
-        "job": {"id": 1, "name": "rows", "user_id": "0"},
-        "spec": spec.model_dump(mode="json"),
-        "base_model_path": str(directory / "model"),
-        "output_dir": str(job_dir / "output"),
-        **planned.as_dict(),
-    }
-    (job_dir / "plan.json").write_text(json.dumps(contents))
+    plan_document.write(job_dir, spec, planned)
     job = assignment.read(job_dir, 1)
     chat = ChatFormat.of(spec, AutoTokenizer.from_pretrained(directory / "model"))
-    encoder.processes = lambda: num_processes
+    encoder.processes = lambda **_: num_processes
     started = _ready()
     found = data.build(job, chat, Stop())
     print(f"{len(found.train.examples)} rows, {found.train.num_trained_tokens} trained tokens", file=sys.stderr)

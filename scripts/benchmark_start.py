@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import os
 import pty
 import re
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import demonstration
+import plan_document
 from benchmark_load import Honed
 
 NUM_JOBS = 100
@@ -110,7 +110,7 @@ def silent_sec(command: Sequence[str], environment: dict[str, str], cwd: Path) -
     return found
 
 
-def job(root: Path, name: str, keys: dict[str, Any]) -> Path:
+def job(root: Path, keys: dict[str, Any]) -> Path:
     """Create a job's directory with its plan, as the daemon does."""
     from honed.inputs import basemodel
     from honed.plan import plan
@@ -132,14 +132,7 @@ def job(root: Path, name: str, keys: dict[str, Any]) -> Path:
         }
     )
     planned = plan.make(parsed, basemodel.inspect(model), cpu(), config=Config(), installed=installed.look())
-    content = {
-        "job": {"id": 1, "name": name, "user_id": "0"},
-        "spec": parsed.model_dump(mode="json"),
-        "base_model_path": str(model),
-        "output_dir": str(directory / "output"),
-        **planned.as_dict(),
-    }
-    (directory / "plan.json").write_text(json.dumps(content))
+    plan_document.write(directory, parsed, planned)
     return directory
 
 
@@ -157,7 +150,7 @@ def of_workers(root: Path, runs: int) -> None:
     for kind, keys in KINDS.items():
         found = []
         for _ in range(runs + 1):
-            directory = job(root, kind, keys)
+            directory = job(root, keys)
             command = [sys.executable, "-m", "honed.worker", str(directory), "1"]
             found.append(cpu_sec(command, environment, directory))
         print(row(kind, found[1:]), flush=True)
@@ -198,7 +191,7 @@ def of_honectl(root: Path, runs: int) -> bool:
 
 
 def of_imports(root: Path) -> None:
-    directory = job(root, "profile", KINDS["LoRA"])
+    directory = job(root, KINDS["LoRA"])
     command = [sys.executable, "-X", "importtime", "-m", "honed.worker", str(directory), "1"]
     done = subprocess.run(command, env=worker_environment(), cwd=directory, stderr=subprocess.PIPE, check=True)
     seconds: Counter[str] = Counter()

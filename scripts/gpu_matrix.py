@@ -26,9 +26,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import plan_document
 
 from honed.system.personpath import PersonPath
 
@@ -465,15 +466,9 @@ def plan(bench: Bench, number: int, cell: Cell) -> Row | None:
         division_of = parallel.choose(verdict.spec, verdict.spec.parallel, made.memory, made.memory)
         made = replace(made, parallel=division_of)
     identity = {"id": number, "name": cell.name, "user_id": str(os.getuid()), "instance": str(bench.dir)}
-    contents = {
-        **made.as_dict(),
-        "warnings": verdict.warnings,
-        "job": identity,
-        "spec": verdict.spec.model_dump(mode="json"),
-        "output_dir": str(verdict.output_dir),
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
-    layout.plan_path.write_text(json.dumps(contents))
+    plan_document.write(
+        *(layout.dir, verdict.spec, made), job=identity, warnings=verdict.warnings, output_dir=str(verdict.output_dir)
+    )
     return None
 
 
