@@ -4,4 +4,4 @@ What may the daemon not import?      the contracts in pyproject.toml; tests/unit
 Which test holds a given promise?    tests/README.md
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
