@@ -289,7 +289,7 @@ def test_an_edit_that_honed_ends_before_it_is_settled_is_said_to_be_kept(tmp_pat
             wait_for(lambda: job_of(short).is_being_edited, what="the edit's begin")
             short.kill(signal.SIGKILL)
             _, errors = process.communicate()
-        assert "what is not settled it takes up when it runs again" in errors
+        assert "when it runs again, it completes one that is not settled" in errors
         (tmp_path / "short").unlink()
         short.start()
         wait_for(lambda: not job_of(short).is_being_edited, what="the edit")
