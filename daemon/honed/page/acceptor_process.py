@@ -64,7 +64,6 @@ class Accepting:
                 self._num_of.subtract(holder for (holder,) in HOLDER.iter_unpack(ended))
             if self._listening.fileno() in ready:
                 self._accept()
-                os.pwrite(self._count_fd, COUNT.pack(self._num_refused), 0)
 
     def _accept(self) -> None:
         for _ in range(MAX_ACCEPTED):
@@ -92,6 +91,7 @@ class Accepting:
                 self._num_of[holder] += 1
                 return
         self._num_refused += 1
+        os.pwrite(self._count_fd, COUNT.pack(self._num_refused), 0)  # before the answer: whoever has it is counted
         with contextlib.suppress(OSError):  # the client has gone
             peer.send(self._answer, socket.MSG_DONTWAIT)
 
