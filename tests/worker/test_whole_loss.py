@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from honed.inputs import basemodel
 from honed.inputs.row import convert
-from honed.plan import loss, position
+from honed.plan import plan, position
+from honed.system.device import Device
 from honed.text.chat import ChatFormat
 from honed.worker import assignment as assignments
 from worker.conftest import MakeJob, WorkerJob
@@ -29,8 +32,11 @@ def test_an_adapter_on_the_head_trains_and_is_gone_on_from_with_the_plain_loss(m
     assert first.run().status == 0
     again = make_job("llama", adapter=str(first.output_dir), training={"max_steps": 1})
     assert again.run().status == 0
+    gpu = Device("cuda", "GPU 0", 0, "GPU-0", (9, 0), 80 * 2**30, 80 * 2**30)
     for job in (first, again):
-        assert loss.default_type(assignments.read(job.dir, 1).spec, has_gpu=True) == "nll"
+        spec = assignments.read(job.dir, 1).spec
+        adapter = basemodel.inspect_adapter(Path(spec.adapter)) if spec.adapter else None
+        assert plan.choose_loss(spec, basemodel.inspect(Path(spec.base_model)), gpu, adapter).type == "nll"
 
 
 def test_labels_are_smoothed_by_the_plain_loss(make_job: MakeJob) -> None:

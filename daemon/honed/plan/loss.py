@@ -8,10 +8,8 @@ with the model's logits, to find cases that are not known here.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from honed.inputs.basemodel import AdapterInfo, BaseModelInfo
@@ -76,14 +74,6 @@ def why_whole(
     return f"the model ({why})" if config is not None and (why := own_head(config)) else None
 
 
-def default_type(spec: JobSpec, *, has_gpu: bool, config: Mapping[str, Any] | None = None) -> str | None:
-    """Return the loss type for a spec that names none; None leaves it to TRL, whose default saves GPU memory.
-
-    From TRL 1.15 on that default is a Triton kernel, which a CPU cannot run.
-    """
-    return None if has_gpu and why_whole(spec, _adapter_config(spec), config) is None else "nll"
-
-
 def logits_bytes(num_tokens: int, vocabulary: int, size: int, *, is_chunked: bool) -> int:
     """Return the bytes of logits: as computed, with `size` bytes each, in float32 for the loss, and their gradient."""
     return (min(num_tokens, CHUNKED_TOKENS) if is_chunked else num_tokens) * vocabulary * (size + 8)
@@ -107,13 +97,6 @@ def check(spec: JobSpec, model: BaseModelInfo, adapter: AdapterInfo | None) -> N
             hint="remove it",
             fix={"training.label_smoothing_factor": None},
         )
-
-
-def _adapter_config(spec: JobSpec) -> dict[str, Any] | None:
-    if spec.adapter is None:
-        return None
-    config = json.loads((Path(spec.adapter) / "adapter_config.json").read_bytes())
-    return config if isinstance(config, dict) else None
 
 
 def _targets(wanted: Any) -> Iterator[str]:

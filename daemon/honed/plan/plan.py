@@ -324,6 +324,7 @@ def _unsloth_changes(spec: JobSpec, model: BaseModelInfo, choices: Precision) ->
 
 def choose_loss(spec: JobSpec, model: BaseModelInfo, device: Device, adapter: AdapterInfo | None) -> Loss:
     """Choose the job's loss, else plain where chunks would change the loss or save nothing, else the backend's own."""
+    # From TRL 1.15 on its own default is a Triton kernel, which a CPU cannot run.
     if spec.training.loss_type is not None:
         return Loss(spec.training.loss_type, ("as the job asks",))
     if why := loss.why_whole(spec, adapter.config if adapter else None, model.config):

@@ -195,12 +195,6 @@ def remove(path: PersonPath) -> None:
         os.unlink(path.name, dir_fd=place)
 
 
-def remove_dir(path: PersonPath) -> None:
-    """Remove an empty directory. Raises OSError."""
-    with _named(path), _parent(path) as place:
-        os.rmdir(path.name, dir_fd=place)
-
-
 def make_dir(path: PersonPath, *, mode: int = 0o755) -> None:
     """Create a directory; its parent must exist. Raises OSError, FileExistsError if the name is taken."""
     with _named(path), _parent(path) as place:

@@ -12,7 +12,7 @@ import pytest
 from honed.check import packagecheck
 from honed.inputs import basemodel
 from honed.inputs.basemodel import AdapterInfo, BaseModelInfo
-from honed.plan import loss, position
+from honed.plan import loss, plan, position
 from honed.spec import jobfile, rule
 from honed.spec.field import choices, kinds
 from honed.spec.spec import JobSpec
@@ -187,10 +187,11 @@ def test_the_chunked_loss_is_not_taken_where_it_fails(
         assert "write nll" in refused.value.hint
 
 
-def test_trl_is_left_its_own_loss_on_a_gpu_alone_and_where_it_does() -> None:
-    assert loss.default_type(job(), has_gpu=True) is None
-    assert loss.default_type(job(), has_gpu=False) == "nll"
-    assert loss.default_type(job(label_smoothing_factor=0.1), has_gpu=True) == "nll"
+def test_trl_is_left_its_own_loss_on_a_gpu_alone_and_where_it_does(tmp_path: Path) -> None:
+    base = model(tmp_path)
+    assert plan.choose_loss(job(), base, GPU, None).type is None
+    assert plan.choose_loss(job(), base, cpu(), None).type == "nll"
+    assert plan.choose_loss(job(label_smoothing_factor=0.1), base, GPU, None).type == "nll"
 
 
 def test_an_adapter_on_the_head_counts_too(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from honed.run.runner import Live
 from honed.spec.config import Config
 from honed.system import durable
 from honed.system.device import cpu
-from honed.system.error import EnvironmentInvalidError, InterruptedRunError
+from honed.system.error import EnvironmentInvalidError, HonedError, InterruptedRunError
 from honed.system.layout import Layout
 from waiting import wait_for
 
@@ -86,6 +86,14 @@ class Place:
         """Start job 1, as the queue does."""
         self.attempts.start(self.job(), [cpu()], "transformers", self.staged.of(self.job()))
         self.staged.forget(self.job())
+
+    def end_at_its_gate(self, error: HonedError, outcome: str, number: signal.Signals) -> None:
+        """Let the worker of job 1 end once its turn has come, with this result and by this signal."""
+        attempt = self.layout.job(1).attempt(1)
+        attempt.events_path.write_text(json.dumps({"event": "stage", "time": time.time(), "stage": "staged"}) + "\n")
+        result = {"outcome": outcome, "phase": "staged", "error": error.as_dict()}
+        attempt.result_path.write_text(json.dumps(result))
+        os.kill(json.loads(self.lock())["worker_pid"], number)
 
     def kill(self) -> None:
         for live in self.runner.live():
@@ -284,11 +292,7 @@ def test_a_worker_that_ended_at_its_gate_as_its_turn_came_costs_no_failure(place
 
 def test_inputs_that_changed_as_its_turn_came_cost_no_failure_and_its_job_starts_again(place: Place) -> None:
     place.begin()
-    attempt = place.layout.job(1).attempt(1)
-    attempt.events_path.write_text(json.dumps({"event": "stage", "time": time.time(), "stage": "staged"}) + "\n")
-    changed = InterruptedRunError("rows.jsonl has changed").as_dict()
-    attempt.result_path.write_text(json.dumps({"outcome": "interrupted", "phase": "staged", "error": changed}))
-    os.kill(json.loads(place.lock())["worker_pid"], signal.SIGTERM)
+    place.end_at_its_gate(InterruptedRunError("rows.jsonl has changed"), "interrupted", signal.SIGTERM)
     put_back: list[Job] = []
     wait_for(lambda: place.attempts.reap() or put_back.extend(place.attempts.put_back()) or put_back, what="its end")
     job = place.job()
@@ -298,11 +302,7 @@ def test_inputs_that_changed_as_its_turn_came_cost_no_failure_and_its_job_starts
 
 def test_an_error_after_the_gate_is_a_failure_as_any(place: Place) -> None:
     place.begin()
-    attempt = place.layout.job(1).attempt(1)
-    attempt.events_path.write_text(json.dumps({"event": "stage", "time": time.time(), "stage": "staged"}) + "\n")
-    found = EnvironmentInvalidError("a metric cannot be loaded").as_dict()
-    attempt.result_path.write_text(json.dumps({"outcome": "failed", "phase": "staged", "error": found}))
-    os.kill(json.loads(place.lock())["worker_pid"], signal.SIGKILL)
+    place.end_at_its_gate(EnvironmentInvalidError("a metric cannot be loaded"), "failed", signal.SIGKILL)
     settled: list[Job] = []
     wait_for(lambda: settled.extend(place.attempts.reap()) or settled, what="the attempt is settled")
     assert (settled[0].state, settled[0].outcome) == (State.FAILED, "environment_invalid")
